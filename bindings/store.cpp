@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "module.hpp"
+#include "persia/hash.hpp"
 
 namespace nb = nanobind;
 using persia::RowBatch;
@@ -21,6 +22,7 @@ namespace {
 using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Words = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Halves = nb::ndarray<const std::uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Output = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
@@ -248,6 +250,24 @@ void import_rows(Store& store, std::size_t index, nb::object ids, nb::object emb
   store.import_rows(index, n, {keys.data(), weights.data(), state.data(), counts.data(), steps.data(), recency.data()});
 }
 
+std::uint64_t remove_rows(Store& store, std::size_t index, nb::object ids) {
+  const auto keys = take<Ids>(ids, store.table(index).config.name, kIdsWanted);
+  const nb::gil_scoped_release release;
+  return store.remove_rows(index, {keys.data(), keys.shape(0)});
+}
+
+std::uint64_t remove_buckets(Store& store, std::size_t index, std::size_t shard, nb::object chosen) {
+  const auto& name = store.table(index).config.name;
+  const auto flags = take<Flags>(chosen, name, "buckets must be bool [4096]");
+  if (flags.shape(0) != persia::kBuckets) {
+    throw std::invalid_argument("table '" + name + "': buckets must be bool [4096], not [" +
+                                std::to_string(flags.shape(0)) + "]");
+  }
+  const nb::gil_scoped_release release;
+  return store.shard(index, shard)
+      .remove_buckets({persia::xxh64(name.data(), name.size(), 0), {flags.data(), flags.shape(0)}});
+}
+
 // Time, marks made, stamp before which rows have expired, unit; then time and clock of each mark.
 constexpr std::size_t kMarkWords = 4;
 constexpr std::size_t kTtlWords = kMarkWords + 2 * persia::kTtlMarks;
@@ -472,6 +492,8 @@ void register_store(nb::module_& m) {
       .def("import_rows", &import_rows, nb::arg("table"), nb::arg("ids"), nb::arg("embeddings"), nb::arg("states"),
            nb::arg("update_counts"), nb::arg("last_steps"), nb::arg("stamps"))
       .def("end_import", &Store::end_import, nb::arg("table"), Release())
+      .def("remove_rows", &remove_rows, nb::arg("table"), nb::arg("ids"))
+      .def("remove_buckets", &remove_buckets, nb::arg("table"), nb::arg("shard"), nb::arg("buckets"))
       .def("export_state", &export_state, nb::arg("table"), nb::arg("shard"))
       .def("import_state", &import_state, nb::arg("table"), nb::arg("shard"), nb::arg("state"))
       .def("state_width", [](const Store& s, std::size_t table) { return s.table(table).state_width; })

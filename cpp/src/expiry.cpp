@@ -99,6 +99,11 @@ void Expiry::forget() {
   listed_.clear();
 }
 
+void Expiry::look_again() {
+  forget();
+  if (expired_before_ > 0) sweep_rows_ = rows_->header().rows_used;
+}
+
 void Expiry::renumber() {
   const Stamps all = rows_->stamps();
   TtlState& state = *state_;

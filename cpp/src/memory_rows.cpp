@@ -62,6 +62,31 @@ void MemoryRows::publish(std::uint64_t id, std::uint32_t number) {
   header.rows_used = rows;
 }
 
+// An expired row does not move: whoever lists expired rows may have passed its new place. It is removed as well.
+void MemoryRows::remove(std::uint32_t number) {
+  const auto take_out = [&](std::uint32_t row) {
+    const std::uint64_t id = store.row(row)->key();
+    if (!index.erase(id, row)) throw store.damaged(row);
+    note_removed(row, id);
+  };
+  const auto drop_last = [&] {
+    barrier();
+    --header.rows_used;
+    barrier();
+  };
+  const auto last = [&] { return static_cast<std::uint32_t>(header.rows_used - 1); };
+  take_out(number);
+  while (last() > number && expired(last())) {
+    take_out(last());
+    drop_last();
+  }
+  if (last() == number) return drop_last();
+  const std::uint32_t from = last();
+  if (!index.replace(store.row(from)->key(), from, number)) throw store.damaged(from);
+  store.move_last_to(number);
+  changes.move(from, number);
+}
+
 void MemoryRows::prepare_eviction() noexcept {
   eviction.make_ready(store.stamps(), header.clock, header.capacity - header.rows_used);
 }

@@ -149,6 +149,38 @@ bool RowStore::roll_back() {
   return undone;
 }
 
+void RowStore::move_last_to(std::uint32_t number) {
+  header_->removing = (header_->rows_used - 1) << 32 | number;
+  barrier();
+  finish_removal();
+}
+
+// The last row stays as it is until the other is complete, so this can be repeated.
+void RowStore::finish_removal() {
+  const std::uint64_t last = header_->removing >> 32;
+  if (header_->removing != 0 && header_->rows_used == last + 1) {
+    const auto from = static_cast<std::uint32_t>(last), to = static_cast<std::uint32_t>(header_->removing);
+    std::memcpy(row_bytes(to), row_bytes(from), stride_);
+    crash_point();
+    set_last_step(to, last_step(from));
+    barrier();
+    header_->rows_used = last;
+    barrier();
+  }
+  header_->removing = 0;
+  barrier();
+}
+
+void RowStore::release_unused() {
+  const std::uint64_t before = header_->rows_backed;
+  const std::uint64_t kept = std::min(before, header_->rows_used + kFilePiece / stride_ + 1);
+  header_->rows_backed = kept;
+  barrier();
+  region_.discard(layout_.rows + kept * stride_, (before - kept) * stride_);
+  if (header_->keeps_last_steps == 0) return;
+  region_.discard(layout_.last_steps + kept * sizeof(std::uint32_t), (before - kept) * sizeof(std::uint32_t));
+}
+
 void RowStore::back(std::size_t offset, std::size_t bytes) const {
   try {
     region_.back(offset, bytes);

@@ -206,7 +206,11 @@ void RowStore::check_counts() const {
                      h.index_backed >= h.index_slots + kIndexTail && h.index_backed <= layout_.max_slots + kIndexTail &&
                      (h.rows_used * 5 <= h.index_slots * 4 || h.index_slots == layout_.max_slots) &&
                      h.index_old_slots <= h.index_slots && h.index_old_slots % Index::kLineSlots == 0;
-  if (rows && slots && h.undo_row <= h.rows_used && h.commit_slot <= kClients && h.keeps_last_steps <= 1) return;
+  const std::uint64_t last = h.removing >> 32;  // in its place, or gone
+  const bool removal = h.removing == 0 || (static_cast<std::uint32_t>(h.removing) < last &&
+                                           (last == h.rows_used || last + 1 == h.rows_used));
+  if (rows && slots && removal && h.undo_row <= h.rows_used && h.commit_slot <= kClients && h.keeps_last_steps <= 1)
+    return;
   throw std::runtime_error(where() + ": its header is damaged: it says " + std::to_string(h.rows_used) + " rows of " +
                            std::to_string(h.rows_backed) + " of " + std::to_string(h.capacity) + ", " +
                            std::to_string(h.index_slots) + " slots of " + std::to_string(h.index_backed) +

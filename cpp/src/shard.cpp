@@ -229,6 +229,86 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   memory_.changes.mark(number);
 }
 
+// Before the first row is removed under a lock.
+void Shard::begin_removal() {
+  mark();
+  memory_.snapshots.forget();  // The rows that get other places count as unchanged.
+  memory_.eviction.clear();
+}
+
+void Shard::remove_from_memory(std::uint32_t number) {
+  if (tier_) {
+    tier_->vacate(number);
+  } else {
+    memory_.remove(number);
+  }
+}
+
+std::uint64_t Shard::remove_rows(const Slice& slice) {
+  Shard* const self = this;
+  const ShardLocks locks(Shards(&self, 1));
+  memory_.snapshots.check_none();
+  begin_removal();
+  std::uint64_t removed = 0;
+  for (std::size_t i = 0; i < slice.count; ++i) {
+    const std::uint64_t id = slice.ids[slice.position(i)];
+    if (const std::uint32_t number = memory_.index.find(id); number != Index::kNone) {
+      remove_from_memory(number);
+    } else if (tier_ && (tier_->fetch(slice, i, 1), tier_->find(id).row != nullptr)) {
+      tier_->drop(tier_->find(id).record, id);
+    } else {
+      continue;
+    }
+    ++removed;
+  }
+  memory_.expiry.look_again();
+  return removed;
+}
+
+// From the end, so that what takes the place of a removed row has been looked at, or has come since.
+std::uint64_t Shard::remove_from_memory(const BucketSet& buckets) {
+  Shard* const self = this;
+  std::uint64_t removed = 0;
+  for (std::uint64_t end = kNoRow; end > 0;) {
+    const ShardLocks locks(Shards(&self, 1));
+    memory_.snapshots.check_none();
+    end = std::min(end, header_->rows_used);
+    const std::uint64_t first = end - std::min(end, kRowsPerLock);
+    const std::uint64_t before = removed;
+    while (end > first) {
+      const auto number = static_cast<std::uint32_t>(--end);
+      if (number >= header_->rows_used || memory_.store.vacant(number)) continue;
+      if (!buckets.has(memory_.store.row(number)->key())) continue;
+      if (removed == before) begin_removal();
+      remove_from_memory(number);
+      ++removed;
+    }
+    if (removed > before) memory_.expiry.look_again();
+    if (end == 0 && !tier_) memory_.store.release_unused();
+  }
+  return removed;
+}
+
+std::uint64_t Shard::remove_buckets(const BucketSet& buckets) {
+  std::uint64_t removed = remove_from_memory(buckets);
+  // Rows move from memory to the tier meanwhile, and from one record to another.
+  for (bool again = tier_ != nullptr; again;) {
+    again = false;
+    for (std::uint64_t record = 0; record < tier_->log().end_record();) {
+      Shard* const self = this;
+      const ShardLocks locks(Shards(&self, 1));
+      memory_.snapshots.check_none();
+      mark();
+      const std::uint64_t of_block = tier_->remove(record, [&](std::uint64_t id) { return buckets.has(id); });
+      if (of_block > 0) memory_.snapshots.forget();
+      again |= of_block > 0;
+      removed += of_block;
+    }
+  }
+  end_import();
+  return removed;
+}
+
 ShardState Shard::export_state() {
   const std::lock_guard lock(mutex_);
   ShardState s;
@@ -309,6 +389,7 @@ Recovery Shard::recover() {
   Recovery found;
   found.busy = header_->busy != 0;
   found.undone = memory_.store.roll_back();
+  memory_.store.finish_removal();
   memory_.expiry.mend();
   found.open = header_->commit_slot == 0 && header_->push.client != 0;
   PushLog(*header_).recover();

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -273,6 +274,14 @@ void Store::import_rows(std::size_t index, std::size_t count, const RowView& row
   const UpdateRequest request{index, rows.ids, count, nullptr, 0.0f};
   for_each_part(std::span(&request, 1), Parts::kShards,
                 [&](std::size_t, const Slice& slice, Shard::Shards one) { one[0]->import_rows(slice, rows); });
+}
+
+std::uint64_t Store::remove_rows(std::size_t index, std::span<const std::uint64_t> ids) {
+  const UpdateRequest request{index, ids.data(), ids.size(), nullptr, 0.0f};
+  std::atomic<std::uint64_t> removed = 0;
+  for_each_part(std::span(&request, 1), Parts::kShards,
+                [&](std::size_t, const Slice& slice, Shard::Shards one) { removed += one[0]->remove_rows(slice); });
+  return removed;
 }
 
 Shard& Store::shard(std::size_t index, std::size_t shard) const {

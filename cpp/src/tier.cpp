@@ -171,7 +171,6 @@ std::uint32_t Tier::promote(std::uint64_t id) {
   return number;
 }
 
-// Drops a row of the tier.
 void Tier::drop(std::uint32_t record, std::uint64_t id) {
   if (!memory_->index.erase(id, store().number_of(record))) throw store().damaged(store().number_of(record));
   log_.release(record);
@@ -207,6 +206,18 @@ void Tier::make_vacant() {
   if (!reused) memory_->eviction.pop(store().stamps(), header_->clock);
   vacate(number);
   if (reused) memory_->eviction.touch(store().stamps(), header_->clock, number, before);
+}
+
+// If a kill comes before the stamp, the row is back.
+void Tier::vacate(std::uint32_t number) {
+  const std::uint64_t id = store().row(number)->key();
+  vacant_.reserve(vacant_.size() + 1);
+  if (!memory_->index.erase(id, number)) throw store().damaged(number);
+  memory_->note_removed(number, id);
+  barrier();
+  store().row(number)->stamp = kVacant;
+  barrier();
+  vacant_.push_back(number);
 }
 
 std::uint32_t Tier::acquire() {

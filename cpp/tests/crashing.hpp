@@ -65,6 +65,7 @@ inline void scribble(Shard& shard) {
   if (h.undo_row != 0 && h.undo_mark == h.push.rows_applied) {
     fill_row(static_cast<std::uint32_t>(h.undo_row - 1));
   }
+  if (h.removing != 0 && h.removing >> 32 == h.rows_used - 1) fill_row(static_cast<std::uint32_t>(h.removing));
   if (h.rows_used < h.rows_backed) fill_row(static_cast<std::uint32_t>(h.rows_used));
   for (std::uint64_t row = 0; h.tier.log != 0 && row < h.rows_used; ++row) {
     const auto number = static_cast<std::uint32_t>(row);

@@ -1,4 +1,5 @@
 // What a publisher takes of a table, applied to a map, gives the rows of the table.
+#include <array>
 #include <atomic>
 #include <map>
 #include <random>
@@ -9,6 +10,7 @@
 #include "check.hpp"
 #include "directory.hpp"
 #include "one_table.hpp"
+#include "persia/hash.hpp"
 
 using namespace persia;
 
@@ -99,6 +101,11 @@ TEST_OF_ONE_THREAD(a_follower_has_the_rows_of_the_table) {
         const std::uint64_t universe = 2 + random() % (shape.capacity + shape.capacity / 2);
         std::uint32_t last = 1;
         bool snapshot = false;
+        const auto remove_some = [&] {
+          std::array<bool, kBuckets> leaving{};
+          for (auto& bucket : leaving) bucket = random() % 4 == 0;
+          for (Shard* shard : table.store.table(0).all) shard->remove_buckets({xxh64("t", 1, 0), leaving});
+        };
         const auto train = [&] {
           Keys keys(random() % 60);
           for (auto& key : keys) key = random() % universe;
@@ -106,6 +113,7 @@ TEST_OF_ONE_THREAD(a_follower_has_the_rows_of_the_table) {
           if (random() % 4 != 0) push(table.store, keys);
           if (random() % 3 == 0) table.store.advance_clock(0, random() % 3);
           if (!snapshot && random() % 40 == 0) table.store.clear(0);
+          if (!snapshot && random() % 20 == 0) remove_some();
         };
         // A checkpoint reads the same rows now and then, and takes nothing from the publisher.
         const auto checkpoint = [&] {
@@ -135,6 +143,7 @@ TEST_OF_ONE_THREAD(a_follower_has_the_rows_of_the_table) {
             for (auto& key : keys) key = random() % universe;
             if (random() % 2 == 0) look(table.store, keys);
             push(table.store, keys);
+            if (shape.ttl != 0 && !snapshot && random() % 8 == 0) remove_some();
             const std::size_t which = random() % open.size();
             if (!table.take(open[which], 1)) open.erase(open.begin() + static_cast<std::ptrdiff_t>(which));
           }
@@ -276,6 +285,26 @@ TEST_OF_ONE_THREAD(rows_that_leave_after_their_time_to_live_are_removed_once) {
     }
     CHECK(changes.removed.empty() && changes.ids.empty());
   }
+}
+
+TEST_OF_ONE_THREAD(expired_rows_are_listed_although_others_are_removed_meanwhile) {
+  Published table({20'000, 1, 0, 10});
+  table.store.advance_clock(0, 0);
+  look(table.store, range(0, 10'000));
+  CHECK(table.begin(true));
+  table.take_all();
+  for (int step = 0; step < 20; ++step) table.store.advance_clock(0, 1);
+  CHECK(table.rows().empty());
+  CHECK(table.begin(false));
+  CHECK(table.take(0, 1));  // A part of the rows has been looked at, and the last rows are not among them.
+  CHECK(!table.follower.empty());
+  std::array<bool, kBuckets> some{};
+  for (std::size_t bucket = 0; bucket < kBuckets; ++bucket) some[bucket] = bucket % 50 == 0;
+  table.store.shard(0, 0).remove_buckets({xxh64("t", 1, 0), some});
+  while (table.take(0, 1)) {
+  }
+  table.pass();
+  CHECK(table.follower.empty());
 }
 
 TEST_OF_ONE_THREAD(rows_that_have_left_and_whose_memory_is_used_again_are_removed) {

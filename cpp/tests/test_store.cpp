@@ -1,5 +1,6 @@
 // The store: rows that grow, are evicted and expire, threads, and pushes that a crash has cut off.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "check.hpp"
 #include "directory.hpp"
 #include "one_table.hpp"
+#include "persia/hash.hpp"
 #include "persia/push_log.hpp"
 
 using namespace persia;
@@ -54,6 +56,35 @@ TEST_OF_ONE_THREAD(evicts_the_least_recent) {
   CHECK(std::none_of(found.begin() + 500, found.end(), [](auto f) { return f == 1; }));
   look(store, range(10000, 13000));
   CHECK(store.size(0) == 1000);
+}
+
+TEST(rows_are_removed_while_others_train) {
+  ThreadPool pool(2);
+  Store store(pool);
+  store.create_table(config_of(1u << 20, 4));
+  const std::uint64_t name = xxh64("t", 1, 0);
+  std::array<bool, kBuckets> chosen{};
+  for (std::size_t bucket = 0; bucket < kBuckets; ++bucket) chosen[bucket] = bucket % 2 == 0;
+  Keys kept, leaving;
+  for (std::uint64_t id = 0; id < 40'000; ++id) (chosen[bucket_of(name, id)] ? leaving : kept).push_back(id);
+  look(store, kept);
+  look(store, leaving);
+  std::thread trainer([&] {
+    for (std::uint64_t round = 1; round <= kRounds; ++round) {
+      look(store, kept);
+      CHECK(push(store, kept, {1, 9, round}).applied == kept.size());
+    }
+  });
+  std::uint64_t removed = 0;
+  for (Shard* shard : store.table(0).all) removed += shard->remove_buckets({name, chosen});
+  trainer.join();
+  CHECK(removed == leaving.size());
+  std::vector<std::uint8_t> found(kept.size());
+  const RowBatch rows = store.peek(0, kept, found.data());
+  for (std::size_t i = 0; i < kept.size(); ++i) CHECK(found[i] == 1 && rows.update_counts[i] == kRounds);
+  found.resize(leaving.size());
+  store.peek(0, leaving, found.data());
+  CHECK(std::none_of(found.begin(), found.end(), [](auto f) { return f == 1; }));
 }
 
 // Stamps do not only rise then.

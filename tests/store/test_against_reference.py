@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from persia.ps.row_chunks import set_rows
 from persia.store import NativeStore, Spill, TableConfig
+from persia.types import BUCKETS
 from persia.types.half_floats import DTYPES
 from support.examples import examples
 from support.stores import contents, lookup, read, update
@@ -90,7 +91,20 @@ def compare(store, reference):
         assert np.isfinite(rows.state).all()
 
 
-ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "restore", "keep", "age"]
+ACTIONS = [
+    "train",
+    "train",
+    "update",
+    "update",
+    "evaluate",
+    "read",
+    "set",
+    "restore",
+    "keep",
+    "age",
+    "remove",
+    "remove_rows",
+]
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -130,6 +144,13 @@ def test_any_history(data):
         elif action == "keep":
             for s in both:
                 s.keep_last_steps(0)
+        elif action == "remove_rows":
+            assert store.remove_rows(0, ids) == reference.remove_rows(0, ids)
+        elif action == "remove":
+            buckets = random.random(BUCKETS) < data.draw(st.sampled_from([0.0, 0.2, 0.8, 1.0]))
+            for shard in range(config.resolved_shards):
+                mine, theirs = (s.remove_buckets(0, shard, buckets) for s in both)
+                assert mine == theirs
         elif action == "age":
             by = data.draw(st.integers(0, 30))
             for s in both:

@@ -17,6 +17,7 @@ from test_against_reference import INITIALIZERS, OPTIMIZERS
 from persia.errors import ConfigError, StoreError
 from persia.ps.row_chunks import set_rows
 from persia.store import COLD_ROW_BYTES, NativeStore, Spill, TableConfig
+from persia.types import BUCKETS
 from persia.types.half_floats import DTYPES
 from support.examples import examples
 from support.stores import lookup, read, update
@@ -75,7 +76,21 @@ def in_memory(config):
     return TableConfig(**{**vars(config), "memory_rows": 0})
 
 
-ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "keep", "age", "snapshot", "restore"]
+ACTIONS = [
+    "train",
+    "train",
+    "update",
+    "update",
+    "evaluate",
+    "read",
+    "set",
+    "keep",
+    "age",
+    "snapshot",
+    "restore",
+    "remove",
+    "remove_rows",
+]
 
 
 def any_history(make, data, path):
@@ -139,6 +154,15 @@ def any_history(make, data, path):
                 s.end_snapshot(0)
             assert found[0] == found[1]
             assert epochs[0] == epochs[1]
+        elif action == "remove_rows":
+            mine, theirs = (s.remove_rows(0, asked) for s in both)
+            assert mine == theirs or config.ttl
+            since = None
+        elif action == "remove":
+            buckets = random.random(BUCKETS) < data.draw(st.sampled_from([0.0, 0.2, 0.8, 1.0]))
+            mine, theirs = (sum(s.remove_buckets(0, shard, buckets) for shard in range(config.shards)) for s in both)
+            assert mine == theirs or config.ttl
+            since = None if mine else since
         else:
             moved = make()
             moved.create_table(config, spill=str(path / f"t{step}"))

@@ -36,6 +36,8 @@ class Expiry {
   std::uint32_t reusable();
   // Forgets the rows that `reusable` has listed, as rows got other stamps.
   void forget();
+  // Forgets them, and looks at all rows again, as rows got other places.
+  void look_again();
   // Gives all rows small stamps in the same order, and the shard's clock the last of them: once in 2^32 requests. What
   // has expired stays so; after a kill in between it is back for another time to live.
   void renumber();

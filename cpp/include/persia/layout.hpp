@@ -167,7 +167,8 @@ struct Header {
   std::uint32_t index_frontier;
   std::uint32_t keeps_last_steps;  // 1: the section of last steps is in use
   TierState tier;
-  std::uint8_t reserved[120 - sizeof(TierState)];
+  std::uint64_t removing;  // last row << 32 | the row whose place it is taking, as that is being removed; 0: none
+  std::uint8_t reserved[112 - sizeof(TierState)];
   OpenPush open[kOpenPushes];
   ClientEntry clients[kClients];
   TtlState ttl;

@@ -141,6 +141,13 @@ class RowStore {
   // Rolls back the row that a killed process was writing. Returns whether there was one.
   bool roll_back();
 
+  // Gives the place of a row, which is removed, to the last row, and drops the last place.
+  void move_last_to(std::uint32_t number);
+  // Completes the move that a killed process was making.
+  void finish_removal();
+  // Frees the memory behind the rows, but for some rows more.
+  void release_unused();
+
   // Backs memory for one row more, a piece at a time. Throws RegionFull.
   void back_next_row() {
     const bool few = header_->rows_used + rows_ahead_ >= header_->rows_backed;

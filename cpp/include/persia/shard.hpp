@@ -11,6 +11,7 @@
 #include "persia/change_log.hpp"
 #include "persia/layout.hpp"
 #include "persia/memory_rows.hpp"
+#include "persia/mix.hpp"
 #include "persia/sketch.hpp"
 #include "persia/slice.hpp"
 #include "persia/snapshot.hpp"
@@ -63,6 +64,15 @@ struct ShardState {
   std::array<std::uint64_t, kCounters> counters{};
   std::vector<std::uint16_t> sketch;  // empty without one
   TtlState ttl{};
+};
+
+// Buckets of the ids of one table; see `bucket_of`.
+struct BucketSet {
+  std::uint64_t name_hash;       // XXH64 of the table's name
+  std::span<const bool> chosen;  // [kBuckets]
+
+  // Returns whether the bucket of an id is in the set.
+  bool has(std::uint64_t id) const { return chosen[bucket_of(name_hash, id)]; }
 };
 
 // Thread-safe: all methods lock unless noted.
@@ -145,6 +155,13 @@ class Shard {
   // import does not.
   void end_import();
 
+  // Removes the rows of ids, if there are any; other rows may get other places. Returns how many there were. Throws as
+  // `remove_buckets` does.
+  std::uint64_t remove_rows(const Slice& slice);
+  // Removes the rows of the ids in some buckets, a few under each lock, and frees their memory. Other rows get other
+  // places. Rows of these buckets must not come meanwhile. Returns how many there were. Throws std::runtime_error
+  // while a snapshot is being read, or if a row on disk cannot be read; a repetition continues.
+  std::uint64_t remove_buckets(const BucketSet& buckets);
   // Removes all rows and frees their memory.
   void clear();
   // Recovers from a crash: rolls back a partly written row, completes a commit, rebuilds the index if needed. Throws
@@ -186,6 +203,9 @@ class Shard {
   // Whether the stamp of a row comes last, when it is published: it marks the place as vacant until then.
   bool stamped_last(std::uint32_t number) const { return tier_ && tier_->acquired(number); }
   void import_row(const RowView& rows, std::size_t position);
+  void begin_removal();
+  void remove_from_memory(std::uint32_t number);
+  std::uint64_t remove_from_memory(const BucketSet& buckets);
   // Returns the counters; the caller holds the lock.
   Counters count() const;
 

@@ -86,6 +86,8 @@ class Store {
   RowBatch peek(std::size_t table, std::span<const std::uint64_t> ids, std::uint8_t* found);
   // Overwrites or appends rows.
   void import_rows(std::size_t table, std::size_t count, const RowView& rows);
+  // Removes the rows of ids. Returns how many there were.
+  std::uint64_t remove_rows(std::size_t table, std::span<const std::uint64_t> ids);
   // Prepares evictions after the last import into a table, in parallel over its shards.
   void end_import(std::size_t table);
   // Returns a shard, checking both numbers.

@@ -7,6 +7,7 @@
 // attaches completes what is left of that. The slots of rows of the tier are nowhere else: no step of the index loses
 // one (index.hpp).
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -94,6 +95,27 @@ class Tier {
   // Makes a row reachable that has been written to the place that `acquire` has returned.
   void publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp);
 
+  // Removes the row of an id, which is in this record.
+  void drop(std::uint32_t record, std::uint64_t id);
+  // Removes a row of memory, which becomes vacant. The queue of rows to evict must be cleared next.
+  void vacate(std::uint32_t number);
+  // Removes the rows of some ids among a few records from `record` on, and moves it. Returns how many there were.
+  template <class Chosen>
+  std::uint64_t remove(std::uint64_t& record, Chosen&& chosen) {
+    const auto from = static_cast<std::uint32_t>(record);
+    record = std::min(record + block_records(), log_.end_record());
+    read_live(from, static_cast<std::uint32_t>(record));
+    std::uint64_t removed = 0;
+    for (std::size_t i = 0; i < records_.size(); ++i) {
+      const TierRow stored = row(i);
+      const std::uint64_t id = stored.header().key();
+      if (!chosen(id)) continue;
+      drop(stored.record, id);
+      ++removed;
+    }
+    return removed;
+  }
+
   // Appends up to `max_rows` rows from a row number on; returns the one to continue with, or ~0 at the end.
   std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, RowBatch& rows);
   // Appends the ids of the rows whose stamps are from `from` on and below `before`. Looks at a few records, and moves
@@ -131,7 +153,6 @@ class Tier {
   std::uint64_t block_records() const { return RowLog::block_records(store().stride()); }
   const std::byte* checked_row(std::uint32_t record, const std::byte* bytes);
   void append(const TierRow& row, RowBatch& rows) const;
-  void drop(std::uint32_t record, std::uint64_t id);
 
   // How rows leave memory.
   void make_vacant();

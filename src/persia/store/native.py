@@ -297,6 +297,16 @@ class NativeStore(EmbeddingStore):
         with _store_errors:
             self._native.end_import(table)
 
+    def remove_rows(self, table: int, ids: NDArray[np.uint64]) -> int:
+        """See `EmbeddingStore.remove_rows`."""
+        with _store_errors:
+            return int(self._native.remove_rows(table, ids))
+
+    def remove_buckets(self, table: int, shard: int, buckets: NDArray[np.bool_]) -> int:
+        """See `EmbeddingStore.remove_buckets`."""
+        with _store_errors:
+            return int(self._native.remove_buckets(table, shard, buckets))
+
     def export_state(self, table: int, shard: int) -> ShardState:
         """See `EmbeddingStore.export_state`."""
         with _store_errors:

@@ -267,6 +267,39 @@ class EmbeddingStore(Protocol):
         about 25 ms per 1,000,000 rows of other shards.
         """
 
+    def remove_rows(self, table: int, ids: NDArray[np.uint64]) -> int:
+        """Removes the rows of ids, if there are any, and returns how many there were.
+
+        Other rows may get other places, so a concurrent `iterate_rows` may miss some. `changes_since` is then 0.
+
+        Args:
+            table: number of the table.
+            ids: uint64 `[n]`, contiguous.
+
+        Raises:
+            StoreError: a snapshot is in progress, or a row on disk cannot be read. Some rows may have been removed; a
+                repetition removes the others.
+        """
+
+    def remove_buckets(self, table: int, shard: int, buckets: NDArray[np.bool_]) -> int:
+        """Removes the rows of a shard whose ids are in some buckets, and frees their memory.
+
+        The shard is locked for a few thousand rows at a time; rows of these buckets must not be inserted meanwhile.
+        Other rows get other places, so a concurrent `iterate_rows` may miss some. `changes_since` is then 0.
+
+        Args:
+            table: number of the table.
+            shard: number of the shard.
+            buckets: whether to remove the ids of each bucket, bool `[persia.types.BUCKETS]`.
+
+        Returns:
+            The number of removed rows.
+
+        Raises:
+            StoreError: a snapshot is in progress, or a row on disk cannot be read. Some rows may have been removed; a
+                repetition removes the others.
+        """
+
     def export_state(self, table: int, shard: int) -> ShardState:
         """Returns the state of a shard besides its rows: clocks, client sequences, counters, admission sketch, ages."""
 

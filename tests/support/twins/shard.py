@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,6 +196,53 @@ class ReferenceShard:
             self.counters["evicted"] += 1
         else:
             self._insert(row)
+
+    def remove_ids(self, ids: Sequence[int]) -> int:
+        """Removes the rows of ids, in their order."""
+        self.check_idle()
+        removed = 0
+        for id_ in ids:
+            if (place := self.index.get(id_)) is not None:
+                self._take_out(place)
+            elif id_ in (self.cold or ()):
+                del self.cold[id_]
+            else:
+                continue
+            removed += 1
+        self._forget_places()
+        return removed
+
+    def remove(self, chosen: Callable[[int], bool]) -> int:
+        """Removes the rows of some ids, from the last place on."""
+        self.check_idle()
+        places = [place for place, row in enumerate(self.rows) if chosen(row.id)]
+        cold = [id_ for id_ in self.cold or () if chosen(id_)]
+        removed = len(cold)
+        for place in reversed(places):
+            if place < len(self.rows):  # Otherwise it was removed as a last row that had expired.
+                self._take_out(place)
+                removed += 1
+        for id_ in cold:
+            del self.cold[id_]
+        if removed:
+            self._forget_places()
+        return removed
+
+    def _take_out(self, place: int) -> None:
+        """Removes a row, whose place the last row gets that has not expired."""
+        del self.index[self.rows[place].id]
+        last = self.rows.pop()
+        while len(self.rows) > place and self.cold is None and self.has_left(last):
+            del self.index[last.id]
+            last = self.rows.pop()
+        if len(self.rows) > place:
+            self.rows[place] = last
+            self.index[last.id] = place
+
+    def _forget_places(self) -> None:
+        self.forget_changes()
+        self.sweep, self.left = 0, []
+        self.sweep_places = len(self.rows) if self.left_before else 0
 
     def _admits(self, id_: int) -> bool:
         if self.sketch is None:

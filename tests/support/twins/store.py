@@ -19,6 +19,7 @@ from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, 
 from persia.store.table_config import TableConfig, check_spill
 from persia.types import UpdateCounts
 from persia.types.half_floats import words_of
+from support.twins.batching import bucket as bucket_of
 from support.twins.random_rows import shard_of
 from support.twins.shard import COUNTERS, KEPT_MARKS, TIER_COUNTS, ReferenceRow, ReferenceShard
 from support.twins.values import as_words
@@ -258,6 +259,20 @@ class ReferenceStore(EmbeddingStore):
     def end_import(self, table: int) -> None:
         """See `EmbeddingStore.end_import`. The reference looks for the oldest row at each eviction."""
         self._shards(table)
+
+    @_locked
+    def remove_rows(self, table: int, ids: NDArray[np.uint64]) -> int:
+        """See `EmbeddingStore.remove_rows`."""
+        return sum(
+            shard.remove_ids([int(ids[position]) for position in positions])
+            for shard, positions in self._by_shard(table, ids)
+        )
+
+    @_locked
+    def remove_buckets(self, table: int, shard: int, buckets: NDArray[np.bool_]) -> int:
+        """See `EmbeddingStore.remove_buckets`."""
+        name = self.config(table).name
+        return self._shards(table)[shard].remove(lambda id_: bool(buckets[bucket_of(name, id_)]))
 
     @_locked
     def export_state(self, table: int, shard: int) -> ShardState:
