@@ -18,6 +18,7 @@ from persia.modes import Hybrid, Sync
 from persia.nn import transfer
 from persia.nn.push_log import PushCounts
 from persia.optim import SGD, Adagrad
+from persia.ps.ownership import Ownership
 from persia.services import Connection, EmbeddingWorker
 from persia.types import BucketMap, Contribution, PushHeader, UpdateCounts
 from persia.worker import Worker, WorkerOptions
@@ -281,7 +282,7 @@ def test_batches_that_were_routed_by_another_map_are_refused():
     worker = connection.worker
     contribution = mean_gradient(worker, features(lambda n: np.arange(n, dtype=np.uint64), 6))
     for server in connection.servers:
-        server._buckets = BucketMap.even(2).reassigned(0, 1)
+        server._moves._own = Ownership(BucketMap.even(2).reassigned(0, 1))
     before = [chunk for server in connection.servers for chunk in server.export_rows()]
     calls = [
         lambda: worker.lookup(contribution.batch_id),

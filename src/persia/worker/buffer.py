@@ -149,6 +149,16 @@ class BatchBuffer(Generic[T]):
                 if self._entries.get(batch_id) is buffered:
                     self._touch(batch_id, buffered)
 
+    def replace(self, batch_id: int, entry: T, by: T) -> T:
+        """Replaces an entry that is in use, unless another call has; returns what is buffered then."""
+        with self._changed:
+            buffered = self._entries.get(batch_id)
+            if buffered is None:
+                return by
+            if buffered.entry is entry:
+                buffered.entry = by
+            return buffered.entry
+
     def forget(self, batch_id: int, what: str) -> None:
         """Drops an entry, if it is buffered, and counts it as `what`."""
         with self._changed:

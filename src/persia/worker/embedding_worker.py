@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -14,13 +14,14 @@ import numpy as np
 from persia import batching, rpc
 from persia.batching import RoutedBatch
 from persia.batching.id_column import IdColumn
-from persia.errors import ConfigError, StaleBatchError, StalePushError, StoreError
+from persia.errors import ConfigError, StaleBatchError, StaleMapError, StalePushError, StoreError
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema
 from persia.services import EmbeddingPS, RecordableRows
 from persia.telemetry.metrics import Metric, Readings, metrics_of
 from persia.types import (
     INCARNATION_BITS,
+    BucketMap,
     Contribution,
     Floats,
     FreshRows,
@@ -89,15 +90,7 @@ class Worker:
                 field="rank",
             )
         self._servers = list(servers)
-        buckets = self._servers[0].buckets()
-        if buckets.servers != len(self._servers):
-            raise ConfigError(
-                f"An embedding worker has {len(self._servers)} embedding PSs, and their bucket map has "
-                f"{buckets.servers}. Start all roles of a run with the same number of PSs, each with "
-                f"ServerOptions(buckets=BucketMap.even({len(self._servers)})).",
-                field="servers",
-            )
-        self._router = Router(schema, buckets, threads)
+        self._router = Router(schema, _map_of(self._servers), threads)
         options = options or WorkerOptions()
         self._buffer: BatchBuffer[BufferedBatch] = BatchBuffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"
@@ -113,6 +106,22 @@ class Worker:
 
         self._last_pushed: dict[int, tuple[int, RoutedBatch]] = {}
         """Batch id and ids of the last batch that each NN worker has pushed, for repeated reads; by rank."""
+
+    def adopt(self, servers: Sequence[EmbeddingPS]) -> None:
+        """Continues with the current bucket map of the PSs, while no batch is between its lookup and its push.
+
+        Registered batches are sorted by the map at their next lookup. A batch that was looked up before cannot be
+        pushed or refreshed: the PSs refuse it, as `StaleMapError`.
+
+        Args:
+            servers: the PSs of the map. The first one is asked for it.
+
+        Raises:
+            ConfigError: the PSs are more or fewer than in their bucket map.
+        """
+        buckets = _map_of(servers)
+        self._servers = list(servers)
+        self._router.buckets = buckets
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Removes duplicates from a batch, buffers it and returns its batch id; blocks while the buffer is full.
@@ -154,7 +163,7 @@ class Worker:
             return rows
 
         lookups = [functools.partial(ahead, number) for number in range(len(self._servers))]
-        with self._buffer.use(batch_id) as (batch, state), state.lock:
+        with self._sorted(batch_id) as (batch, state), state.lock:
             pool = pool and self._pooler.applies(batch)
             recent = 0 if pool else recent  # To pool them, all its rows are needed.
             if state.recent != recent:  # Else a repetition, to which all ids of the batch would be recent ones.
@@ -197,7 +206,7 @@ class Worker:
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
-        with self._buffer.use(batch_id) as (batch, _):
+        with self._sorted(batch_id) as (batch, _):
             return batch.ids
 
     def lookup_part(self, batch_id: int, wanted: Packed[np.bool_]) -> LookedUp:
@@ -320,7 +329,8 @@ class Worker:
         pushed: bool = True,
         keep: bool = False,
     ) -> LookedUp:
-        with self._buffer.use(batch_id) as (batch, state):
+        # A mask is in the order of the ids, which another map changes.
+        with self._sorted(batch_id) if wanted is None else self._buffer.use(batch_id) as (batch, state):
             whole = batch if wanted is None else self._router.part_of(batch, wanted)
             rows = self._rows(whole, lookups, argument, pool=pool, pushed=pushed, state=state if keep else None)
         self._count("looked_up")
@@ -338,6 +348,13 @@ class Worker:
         state: LookupState | None = None,
     ) -> LookedUp:
         """Calls each PS with its ids and the argument; `pushed` says whether gradients will be pushed."""
+        if batch.buckets.servers != len(lookups):
+            raise StaleMapError(
+                f"A batch is sorted for {batch.buckets.servers} embedding PSs, by bucket map {batch.buckets.version}, "
+                f"and there are {len(lookups)} now, with bucket map {self._router.buckets.version}. Look it up again.",
+                routed=batch.buckets.version,
+                current=self._router.buckets.version,
+            )
         answers = call_all(
             [
                 functools.partial(lookup, self._router.ids_of(batch, number), argument, batch.buckets.version)
@@ -355,6 +372,15 @@ class Worker:
         halves, scales = batching.encode_packed(cast("Packed[np.float32]", looked_up.rows), self._tables)
         return looked_up._replace(rows=cast("Packed[np.float32 | np.float16]", halves), scales=scales)
 
+    @contextlib.contextmanager
+    def _sorted(self, batch_id: int) -> Iterator[BufferedBatch]:
+        """Yields a registered batch, sorted by the current bucket map."""
+        with self._buffer.use(batch_id) as entry:
+            if entry.batch.buckets.version != self._router.buckets.version:
+                again = BufferedBatch(self._router.sort_again(entry.batch), LookupState())
+                entry = self._buffer.replace(batch_id, entry, again)
+            yield entry
+
     def _of_rows(self, batch: RoutedBatch, contribution: Contribution) -> Contribution:
         """Returns a contribution with the gradients of rows, if it has those of features that were pooled here."""
         if not self._pooler.pools(contribution.gradients):
@@ -371,3 +397,16 @@ class Worker:
     def _count(self, what: str, by: int = 1) -> None:
         with self._lock:
             self._counts[what] += by
+
+
+def _map_of(servers: Sequence[EmbeddingPS]) -> BucketMap:
+    """Returns the bucket map of the PSs. Raises ConfigError if they are not as many as in the map."""
+    buckets = servers[0].buckets()
+    if buckets.servers != len(servers):
+        raise ConfigError(
+            f"An embedding worker has {len(servers)} embedding PSs, and their bucket map has {buckets.servers}. Start "
+            "all roles of a run with the same number of PSs, each with "
+            f"ServerOptions(buckets=BucketMap.even({len(servers)})).",
+            field="servers",
+        )
+    return buckets

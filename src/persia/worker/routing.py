@@ -45,7 +45,7 @@ class Router:
         threads: number of threads that share the work of a call.
 
     Attributes:
-        buckets: see above.
+        buckets: see above; may be set to another map.
     """
 
     def __init__(self, schema: Schema, buckets: BucketMap, threads: int) -> None:
@@ -64,6 +64,16 @@ class Router:
     def route(self, id_features: Mapping[str, IdColumn]) -> RoutedBatch:
         """Returns the distinct ids of a batch by table, sorted by owner."""
         columns = {name: _truncated(id_features[name], *limit) for name, limit in self._truncation.items()}
+        return batching.route_batch(self._features, columns, self.buckets, self._pool, self._scratch)
+
+    def sort_again(self, batch: RoutedBatch) -> RoutedBatch:
+        """Returns a batch sorted by the current map, from one sorted by another. The order of its ids changes."""
+        columns: dict[str, IdColumn] = {}
+        for table, features in self._features:
+            for name in features:
+                inverse = batch.narrow[name] if name in batch.narrow else batch.wide[name]
+                weights = None if batch.weights is None else batch.weights.get(name)
+                columns[name] = IdColumn(batch.ids[table][inverse], batch.offsets.get(name), weights)
         return batching.route_batch(self._features, columns, self.buckets, self._pool, self._scratch)
 
     def part_of(self, batch: RoutedBatch, wanted: Packed[np.bool_]) -> RoutedBatch:
@@ -191,7 +201,7 @@ class Router:
             )
         return [
             PackedGradients(batching.take_part(ids, bounds, server), batching.take_part(rows, bounds, server))
-            for server in range(self.buckets.servers)
+            for server in range(batch.buckets.servers)
         ]
 
     def plain(self, contribution: Contribution) -> Packed[np.float32]:
