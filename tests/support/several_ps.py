@@ -9,8 +9,10 @@ from persia.worker import Worker
 
 def several_servers(count, tables, optimizer, mode, seed=3, **options):
     """Returns PSs that share the ids by the first map, each with all the options."""
-    shared = ServerOptions(**{"buckets": BucketMap.even(count)} | options)
-    return [EmbeddingServer(tables, optimizer, mode, seed, 1, shared) for _ in range(count)]
+    shared = {"buckets": BucketMap.even(count)} | options
+    return [
+        EmbeddingServer(tables, optimizer, mode, seed, 1, ServerOptions(**shared, rank=rank)) for rank in range(count)
+    ]
 
 
 class Several:
@@ -23,7 +25,9 @@ class Several:
     def connect(self, schema, optimizer, mode, seed):
         tables = schema.resolved_tables()
         servers = [
-            EmbeddingServer(tables, optimizer, mode, seed, 1, ServerOptions(**shares._asdict(), buckets=self.buckets))
-            for shares in divide_here(tables, optimizer, self.count)
+            EmbeddingServer(
+                tables, optimizer, mode, seed, 1, ServerOptions(**shares._asdict(), buckets=self.buckets, rank=rank)
+            )
+            for rank, shares in enumerate(divide_here(tables, optimizer, self.count))
         ]
         return Connection(Worker(schema, servers), servers)

@@ -27,6 +27,11 @@ def test_the_first_map_has_equal_ranges(servers):
     assert np.ptp(first.counts) <= 1
 
 
+def assert_nobody_both_loses_and_gains(before, after):
+    moved = after.owners != before.owners
+    assert not set(before.owners[moved]) & set(after.owners[moved])
+
+
 @settings(max_examples=examples(60))
 @given(buckets=bucket_maps(), servers=numbers_of_servers)
 def test_a_move_equals_the_twin_balances_and_moves_as_few_buckets_as_possible(buckets, servers):
@@ -40,6 +45,7 @@ def test_a_move_equals_the_twin_balances_and_moves_as_few_buckets_as_possible(bu
     most_kept = np.minimum(before, least).sum() + min(more, (before > least).sum())
     moved = int((after.owners != buckets.owners).sum())
     assert moved == BUCKETS - most_kept
+    assert_nobody_both_loses_and_gains(buckets, after)
     changed = moved or servers != buckets.servers
     assert after.version == buckets.version + bool(changed)
     assert (after is buckets) == (not changed)
@@ -74,6 +80,7 @@ def test_a_ps_is_emptied_as_by_the_twin_and_other_buckets_stay(buckets, data):
     stays = ~np.isin(buckets.owners, list(leaving))
     np.testing.assert_array_equal(after.owners[stays], buckets.owners[stays])
     assert (after is buckets) == stays.all()
+    assert_nobody_both_loses_and_gains(buckets, after)
 
 
 def test_an_even_map_stays_even_when_a_ps_is_emptied_and_when_it_returns():

@@ -282,7 +282,7 @@ def test_batches_that_were_routed_by_another_map_are_refused():
     worker = connection.worker
     contribution = mean_gradient(worker, features(lambda n: np.arange(n, dtype=np.uint64), 6))
     for server in connection.servers:
-        server._moves._own = Ownership(BucketMap.even(2).reassigned(0, 1))
+        server._owned.ownership = Ownership(BucketMap.even(2).reassigned(0, 1))
     before = [chunk for server in connection.servers for chunk in server.export_rows()]
     calls = [
         lambda: worker.lookup(contribution.batch_id),

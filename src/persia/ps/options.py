@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from persia import batching
+from persia.services import MovableRows
 from persia.store import EmbeddingStore, NativeStore
 from persia.types import BucketMap
 
@@ -29,7 +30,10 @@ class ServerOptions(msgspec.Struct, frozen=True):
         store: creates the store, given the threads of the PS.
         overcommit: whether to accept tables whose capacity exceeds the memory of this host, with a warning.
         memory_rows: maximum rows in the memory of this PS of each table with `spill`, by name.
-        buckets: the PS of each bucket of ids. Requests are refused whose ids were routed by another version.
+        buckets: the PS of each bucket of ids, unless the regions have a later map. Requests are refused whose ids were
+            routed by another version.
+        rank: number of this PS in the map.
+        peer: returns another PS by number, to which rows move; None if rows of this PS cannot move.
     """
 
     nn_workers: int = 1
@@ -41,3 +45,5 @@ class ServerOptions(msgspec.Struct, frozen=True):
     overcommit: bool = False
     memory_rows: Mapping[str, int] | None = None
     buckets: BucketMap = BucketMap.even(1)
+    rank: int = 0
+    peer: Callable[[int], MovableRows] | None = None

@@ -26,6 +26,7 @@ import msgspec
 
 from persia.errors import StoreError, StoreFullError
 from persia.memory import file_system
+from persia.ps.ownership import Ownership
 from persia.ps.spill import SpillPlaces, cold_files, spill_places
 from persia.store import EmbeddingStore, TableConfig
 from persia.telemetry.logs import get_logger
@@ -42,6 +43,7 @@ __all__ = [
 DEFAULT_ROOT = "/dev/shm"
 MANIFEST = "regions.json"
 MODE = "mode.json"
+OWNERSHIP = "ownership.json"
 APPLIED = "applied"
 STEP = struct.Struct("<QQ")
 """Generation and turn + 1 of the last applied step of a barrier. The file is an array of these."""
@@ -144,25 +146,44 @@ class Regions:
         Raises:
             StoreFullError: the file system is full; the previous mode is still stored.
         """
-        if mode == self.mode:
-            return
-        draft = self.directory / f"{MODE}.draft"
-        try:
-            draft.write_text(mode)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise StoreFullError(
-                f"Cannot store the mode in {self.directory}: the file system is full. Free some space, or choose "
-                "another directory for `regions`",
-                path=str(self.directory),
-            ) from error
-        draft.replace(self.directory / MODE)
+        if mode != self.mode:
+            self._store_text(MODE, mode, "the mode")
 
     @property
     def mode(self) -> str:
         """The stored mode of an earlier process; empty if the mode was never switched."""
-        path = self.directory / MODE
+        return self._stored_text(MODE)
+
+    def remember_ownership(self, ownership: Ownership) -> None:
+        """Stores which rows the PS owns for the next process.
+
+        Raises:
+            StoreFullError: the file system is full; what was stored before still is.
+        """
+        self._store_text(OWNERSHIP, msgspec.json.encode(ownership).decode(), "the bucket map")
+
+    @property
+    def ownership(self) -> Ownership | None:
+        """What an earlier process has stored; None if no rows have ever moved."""
+        text = self._stored_text(OWNERSHIP)
+        return msgspec.json.decode(text, type=Ownership) if text else None
+
+    def _store_text(self, name: str, text: str, what: str) -> None:
+        draft = self.directory / f"{name}.draft"
+        try:
+            draft.write_text(text)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise StoreFullError(
+                f"Cannot store {what} in {self.directory}: the file system is full. Free some space, or choose another "
+                "directory for `regions`",
+                path=str(self.directory),
+            ) from error
+        draft.replace(self.directory / name)
+
+    def _stored_text(self, name: str) -> str:
+        path = self.directory / name
         return path.read_text() if self.complete and path.exists() else ""
 
     def keep_step(self, barrier: int, generation: int, turn: int) -> None:

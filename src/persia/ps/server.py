@@ -17,11 +17,13 @@ from persia.errors import StoreError
 from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.ages import RowAges
 from persia.ps.latest_reading import LatestReading
+from persia.ps.movable import MovableServer
 from persia.ps.opening import open_tables
 from persia.ps.options import ServerOptions
 from persia.ps.recent_changes import RecentChanges
 from persia.ps.regions import Regions
 from persia.ps.row_chunks import RowSetter, chunk_rows
+from persia.ps.row_moves import RowMoves, owned_rows
 from persia.ps.row_publishing import RowPublishing
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.space import SpaceWait
@@ -30,12 +32,11 @@ from persia.ps.storage_access import StorageAccess
 from persia.ps.table_configs import learning_rate
 from persia.ps.table_numbers import TableNumbers
 from persia.pushes.accumulator import GradientAccumulator, average_step
-from persia.pushes.journal import JournaledServer
 from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step
 from persia.retry import Deadline
 from persia.schema import EmbeddingOptimizer, Table
-from persia.services import RowChunk, SnapshotInfo, StatePiece
+from persia.services import Round, RowChunk, SnapshotInfo, StatePiece
 from persia.telemetry.metrics import Readings, metrics_of
 from persia.types import (
     MERGED,
@@ -62,7 +63,6 @@ from persia.types import (
 
 __all__ = ["EmbeddingServer"]
 
-
 DISK_COUNTS = {
     "rows": "disk_rows",
     "disk_bytes": "disk_bytes",
@@ -78,7 +78,7 @@ Statistics = dict[str, dict[str, int]]
 """Counters by table and name."""
 
 
-class EmbeddingServer(JournaledServer, StorageAccess):
+class EmbeddingServer(MovableServer, StorageAccess):
     """The rows of all tables in a partition. Safe to call from several threads; calls block until they are done.
 
     Args:
@@ -105,7 +105,6 @@ class EmbeddingServer(JournaledServer, StorageAccess):
         options: ServerOptions | None = None,
     ) -> None:
         self._options = options or ServerOptions()
-        self._buckets = self._options.buckets
         self._sequencer: PushSequencer[dict[str, UpdateCounts]] = PushSequencer()
         self._row_staleness = RowStaleness()
         self._pool = batching.ThreadPool(threads)
@@ -123,9 +122,11 @@ class EmbeddingServer(JournaledServer, StorageAccess):
         ttls = {self._index[name]: table.ttl for name, table in self._tables.items() if table.ttl is not None}
         self._ages = RowAges(self._store, ttls)
         self._changes = RecentChanges()
-        self._snapshots = StoreSnapshots(self._store, self._index)
+        self._owned = owned_rows(self._options, self._regions)
+        self._snapshots = StoreSnapshots(self._store, self._index, self._owned)
         self._publishing = RowPublishing(self._store, self._index)
         self._setter = RowSetter(self._store, self._space)
+        self._moves = RowMoves(self._store, self._numbers, self._snapshots, self._space, self._options, self._regions)
         # A proxy avoids a reference cycle, so that rows are freed with the last reference to this PS.
         myself = cast("EmbeddingServer", weakref.proxy(self))
         self._latest = LatestReading(lambda: (myself.statistics(), myself._publishing.metrics()))
@@ -173,13 +174,9 @@ class EmbeddingServer(JournaledServer, StorageAccess):
         """Returns the tables by name, with their optimizers filled in; None for those that are not trainable."""
         return self._tables
 
-    def buckets(self) -> BucketMap:
-        """Returns the PS of each bucket of ids, by which callers route ids."""
-        return self._buckets
-
     def lookup(self, ids: Mapping[str, Ids], train: bool, map_version: int = 0) -> Packed[np.float32]:
         """Returns rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
-        self._buckets.check(map_version)
+        self._moves.check(map_version)
         if not isinstance(ids, Packed):
             try:
                 ids = Packed.of(ids, np.uint64)
@@ -199,7 +196,7 @@ class EmbeddingServer(JournaledServer, StorageAccess):
         self, ids: Packed[np.uint64], seen: Moment, late: Packed[np.uint64] | None = None, map_version: int = 0
     ) -> FreshRows:
         """Returns the rows that may have changed since a moment, and late ones; see `persia.services.EmbeddingPS`."""
-        self._buckets.check(map_version)
+        self._moves.check(map_version)
         if ids.widths is not None or sum(ids.counts) != len(ids.buffer):
             raise StoreError(f"refresh: expected ids uint64 [n] by table, got {ids!r} with widths {ids.widths}.")
         numbers, _, words = self._numbers.places(ids.names)
@@ -216,7 +213,7 @@ class EmbeddingServer(JournaledServer, StorageAccess):
 
     def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int, map_version: int = 0) -> Packed[np.float32]:
         """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""
-        self._buckets.check(map_version)  # Before it is recorded.
+        self._moves.check(map_version)  # Before it is recorded.
         if (journal := self.journal) is None:
             return self.lookup(ids, True, map_version)
         return journal.read(batch_id, lambda: self.lookup(ids, True, map_version))
@@ -224,6 +221,7 @@ class EmbeddingServer(JournaledServer, StorageAccess):
     def close(self) -> None:
         """Removes the regions and their rows, if there are any. Must be the last call."""
         self._latest.close()
+        self._moves.close()
         if self._regions is not None:
             self._regions.remove()
 
@@ -231,7 +229,7 @@ class EmbeddingServer(JournaledServer, StorageAccess):
         self, header: PushHeader, gradients: Mapping[str, Gradients], map_version: int = 0
     ) -> dict[str, UpdateCounts]:
         """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
-        self._buckets.check(map_version)
+        self._moves.check(map_version)
         packed = self._numbers.packed(gradients)
         if header.slot >= 0:
             return self._push_token(header, packed)
@@ -391,14 +389,14 @@ class EmbeddingServer(JournaledServer, StorageAccess):
 
     def contains(self, ids: Packed[np.uint64], map_version: int = 0) -> Packed[np.bool_]:
         """Returns whether each id has a row, by table."""
-        self._buckets.check(map_version)
+        self._moves.check(map_version)
         return Packed.of(
             {name: self._store.contains(self._numbers.number(name), own) for name, own in ids.items()}, np.bool_
         )
 
     def read_rows(self, table: str, ids: Ids, state: bool, map_version: int = 0) -> StoredRows:
         """Returns rows of ids without changing anything; see `persia.services.EmbeddingPS`."""
-        self._buckets.check(map_version)
+        self._moves.check(map_version)
         exists, rows = self._store.peek(self._numbers.number(table), ids)
         row_state = RowState(rows.state, rows.update_count, rows.last_step) if state else None
         return StoredRows(ids, exists, rows.embeddings, row_state)
@@ -407,17 +405,23 @@ class EmbeddingServer(JournaledServer, StorageAccess):
         self, call: int, table: str, ids: Ids, values: Floats, state: RowState | None, map_version: int = 0
     ) -> RowsSet:
         """Inserts or overwrites rows, once per call; see `persia.services.EmbeddingPS`."""
-        self._buckets.check(map_version)
+        self._moves.check(map_version)
         try:
             return self._setter.set(call, self._numbers.number(table), ids, values, state)
         finally:
+            self._changes.forget()
+
+    def adopt(self, number: Round, buckets: BucketMap) -> None:
+        """Ends a round of moves with a bucket map; see `persia.services.MovableRows`."""
+        if self._moves.adopt(number, buckets):
+            self._publishing.end(last=False)
             self._changes.forget()
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def export_rows(self) -> Iterator[RowChunk]:
         """Yields all rows, in chunks of about 64 MiB; each row is consistent."""
-        return export_rows(self._store, self._index.values())
+        return self._owned.of(export_rows(self._store, self._index.values()))
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Begins a store snapshot; see `persia.services.EmbeddingPS`."""
@@ -461,7 +465,7 @@ class EmbeddingServer(JournaledServer, StorageAccess):
 
     def import_rows(self, chunk: RowChunk, map_version: int = 0) -> None:
         """Imports rows; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
-        self._buckets.check(map_version)
+        self._moves.check(map_version)
         index = self._numbers.number(chunk.table)
         config = self._store.config(index)
         rows = chunk_rows(config, chunk)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from persia.errors import StoreError
+from persia.ps.ownership import OwnedRows
 from persia.ps.row_chunks import row_chunk
 from persia.services import RowChunk, SnapshotInfo
 from persia.store import EmbeddingStore, Spill
@@ -32,10 +33,15 @@ class StoreSnapshots:
     Args:
         store: the store, with all its tables.
         tables: numbers of the tables, by name.
+        owned: tells the rows that the PS owns, which alone are read.
+
+    Attributes:
+        owned: see above.
     """
 
-    def __init__(self, store: EmbeddingStore, tables: Mapping[str, int]) -> None:
+    def __init__(self, store: EmbeddingStore, tables: Mapping[str, int], owned: OwnedRows) -> None:
         self._store = store
+        self.owned = owned
         self._tables = tables
         self._lock = threading.Lock()
         self._writing = threading.Lock()
@@ -48,22 +54,38 @@ class StoreSnapshots:
         with self._lock:
             if self._name == name:
                 return self._info
+            return self._begin(name, since, directory, live)
+
+    def begin_after_others(self, name: str, since: Mapping[str, int], directory: str) -> SnapshotInfo | None:
+        """Begins a snapshot of rows as they are when they are read; returns None while there is another one."""
+        with self._lock:
+            return self._begin(name, since, directory, True) if self._name is None else None
+
+    @property
+    def reading(self) -> bool:
+        """Whether there is a snapshot, during which no rows can be removed."""
+        return self._name is not None
+
+    def _begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> SnapshotInfo:
+        self._end()
+        known = {table: self._store.changes_since(index) for table, index in self._tables.items()}
+        whole = any(not number or number != since.get(table) for table, number in known.items())
+        spill = self._spill(directory, live)
+        numbers: dict[str, int] = {}
+        try:
+            for table, index in self._tables.items():
+                numbers[table] = self._store.begin_snapshot(index, 0 if whole else known[table], spill)
+        except StoreError:
             self._end()
-            known = {table: self._store.changes_since(index) for table, index in self._tables.items()}
-            whole = any(not number or number != since.get(table) for table, number in known.items())
-            spill = self._spill(directory, live)
-            numbers: dict[str, int] = {}
-            try:
-                for table, index in self._tables.items():
-                    numbers[table] = self._store.begin_snapshot(index, 0 if whole else known[table], spill)
-            except StoreError:
-                self._end()
-                raise
-            self._name, self._info, self._hurry = name, SnapshotInfo(numbers, whole), threading.Event()
-            return self._info
+            raise
+        self._name, self._info, self._hurry = name, SnapshotInfo(numbers, whole), threading.Event()
+        return self._info
 
     def rows(self, name: str) -> Iterator[RowChunk]:
         """Yields the rows of the snapshot, table by table, shard by shard, in row order."""
+        return self.owned.of(self._rows(name))
+
+    def _rows(self, name: str) -> Iterator[RowChunk]:
         numbers = self._checked(name).numbers
         for table, index in self._tables.items():
             config = self._store.config(index)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from persia.errors import StoreError
 from persia.ps.row_chunks import row_chunk
 from persia.ps.table_numbers import TableNumbers
 from persia.services import RowChunk, StatePiece
 from persia.store import EmbeddingStore
 
-__all__ = ["export_rows", "export_state", "import_state"]
+__all__ = ["admission_state", "export_rows", "export_state", "import_state", "merge_admission"]
 
 CHUNK_BYTES = 64 << 20
 """Approximate size of an exported chunk. It bounds the memory of a checkpoint, and the time that a shard is locked."""
@@ -77,6 +79,42 @@ def import_state(store: EmbeddingStore, tables: TableNumbers, pieces: Sequence[S
                 )
             array[piece.start : end] = piece.values
         store.import_state(index, shard, state)
+
+
+def admission_state(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterator[StatePiece]:
+    """Yields the admission sketches of tables that have any, one of each shard.
+
+    Args:
+        store: the store of the tables.
+        tables: numbers of the tables by name.
+    """
+    for name, index in tables.items():
+        for shard in range(store.config(index).resolved_shards if store.config(index).admission != "all" else 0):
+            yield StatePiece(name, shard, "sketch", 0, store.export_state(index, shard)["sketch"])
+
+
+def merge_admission(store: EmbeddingStore, tables: TableNumbers, piece: StatePiece) -> bool:
+    """Raises the counts of a shard's admission sketch to those of another PS, in a quiescent PS.
+
+    Ids then count at least as often as they were met at either PS, so none is admitted later than it would have been.
+
+    Args:
+        store: the store of the tables.
+        tables: numbers of the tables.
+        piece: the sketch, from `admission_state`.
+
+    Returns:
+        Whether it has the size of this PS's sketch, which follows from the capacity of the table. Otherwise nothing
+        has changed.
+    """
+    index = tables.number(piece.table)
+    if piece.array != "sketch" or not 0 <= piece.shard < store.config(index).resolved_shards:
+        raise StoreError(f"Table {piece.table!r} has no {piece.array!r} of shard {piece.shard}.", table=piece.table)
+    state = store.export_state(index, piece.shard)
+    if state["sketch"].shape != piece.values.shape or state["sketch"].dtype != piece.values.dtype:
+        return False
+    store.import_state(index, piece.shard, {**state, "sketch": np.maximum(state["sketch"], piece.values)})
+    return True
 
 
 def _pieces(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterator[StatePiece]:

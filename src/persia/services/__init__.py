@@ -10,6 +10,7 @@ from persia.services.control_plane import ControlPlane, Coordinator, Observable,
 from persia.services.data import DataLoader, Divisible, Fingerprinted, Seekable, Sharded, fingerprint_of
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
+from persia.services.moving import MovableRows, MovedRows, MoveStatus, Round
 from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
 from persia.services.serving import FoundRows, RowServerState, RowsVersion, ServedEpoch, ServedRows
 from persia.services.streams import (
@@ -38,6 +39,9 @@ __all__ = [
     "Fingerprinted",
     "FoundRows",
     "LoaderStream",
+    "MovableRows",
+    "MoveStatus",
+    "MovedRows",
     "NewBatch",
     "Observable",
     "ProcessCluster",
@@ -46,6 +50,7 @@ __all__ = [
     "RecordableRows",
     "RecordableTokens",
     "RecordableWorker",
+    "Round",
     "RowChunk",
     "RowServerState",
     "RowsVersion",

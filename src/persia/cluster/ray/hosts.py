@@ -279,6 +279,7 @@ class EmbeddingServerHost(Host):
             **shares._asdict(),
             overcommit=overcommit,
             buckets=BucketMap.even(plan.servers),
+            rank=rank,
         )
         threads = cores(plan)
         numa.pin(seat.position, threads)

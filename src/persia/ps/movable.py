@@ -1,0 +1,48 @@
+"""A PS whose rows can move."""
+
+from __future__ import annotations
+
+from persia.ps.row_moves import RowMoves
+from persia.pushes.journal import JournaledServer
+from persia.services import MovedRows, MoveStatus, Round
+from persia.types import BucketMap
+
+__all__ = ["MovableServer"]
+
+
+class MovableServer(JournaledServer):
+    """See `persia.services.MovableRows`."""
+
+    _moves: RowMoves
+
+    def buckets(self) -> BucketMap:
+        """Returns the PS of each bucket of ids, by which callers route ids."""
+        return self._moves.buckets
+
+    def begin_move(self, after: BucketMap) -> MoveStatus:
+        """Begins to send rows to the PSs that will own them; see `persia.services.MovableRows`."""
+        return self._moves.begin(after)
+
+    def moving(self) -> MoveStatus:
+        """Returns the progress of the rows that leave this PS."""
+        return self._moves.status()
+
+    def finish_move(self, number: Round, after: BucketMap) -> MoveStatus:
+        """Seals this PS, and sends what has changed until now; see `persia.services.MovableRows`."""
+        return self._moves.finish(number, after)
+
+    def complete_move(self, number: Round, after: BucketMap) -> None:
+        """Keeps the rows that have come; see `persia.services.MovableRows`."""
+        self._moves.complete(number, after)
+
+    def cancel_move(self, version: int) -> None:
+        """Ends a move, and removes the rows that have come for it; see `persia.services.MovableRows`."""
+        self._moves.cancel(version)
+
+    def begin_receiving(self, after: BucketMap, donor: int, copy: str) -> None:
+        """Prepares for a copy of the rows of another PS; see `persia.services.MovableRows`."""
+        self._moves.begin_receiving(after, donor, copy)
+
+    def receive(self, part: MovedRows) -> None:
+        """Applies a part of the rows of another PS; see `persia.services.MovableRows`."""
+        self._moves.receive(part)

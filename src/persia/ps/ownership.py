@@ -1,0 +1,63 @@
+"""Which rows a PS owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from persia import batching
+from persia.services import RowChunk
+from persia.types import BucketMap
+
+__all__ = ["OwnedRows", "Ownership"]
+
+
+class Ownership(msgspec.Struct, frozen=True):
+    """The map of a PS, and how far it is in a round of docs/reference/moves.md, as stored in its regions.
+
+    Args:
+        buckets: the map by which it serves.
+        generation: generation of the last round.
+        number: number of the last round.
+        ended: whether this round has ended here.
+        sealed: whether it serves no requests, as it has sent its last difference, or is about to.
+        complete: the next map, if it has all rows that it will own by it, and keeps them.
+    """
+
+    buckets: BucketMap
+    generation: int = 0
+    number: int = 0
+    ended: bool = True
+    sealed: bool = False
+    complete: BucketMap | None = None
+
+
+class OwnedRows:
+    """Tells the rows that a PS owns from others in its store: those that have come, and those that have left.
+
+    Args:
+        rank: number of the PS.
+        ownership: what it owns.
+
+    Attributes:
+        ownership: see above; may be replaced.
+        others: whether there may be others. Set once rows have moved, and never cleared.
+    """
+
+    def __init__(self, rank: int, ownership: Ownership) -> None:
+        self._rank = rank
+        self.ownership = ownership
+        self.others = ownership.buckets.version > 0
+
+    def of(self, chunks: Iterator[RowChunk]) -> Iterator[RowChunk]:
+        """Yields chunks without the rows that the PS does not own."""
+        for chunk in chunks:
+            if not self.others:
+                yield chunk
+                continue
+            own = self.ownership.buckets.owners[batching.buckets_of(chunk.table, chunk.arrays["ids"])] == self._rank
+            if own.all():
+                yield chunk
+            elif own.any():
+                yield chunk._replace(arrays={name: array[own] for name, array in chunk.arrays.items()})

@@ -1,0 +1,187 @@
+"""Sends rows from a PS to those that will own them, while the PS goes on."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia import batching
+from persia.errors import PersiaError
+from persia.ps.background import Background
+from persia.ps.snapshots import StoreSnapshots
+from persia.ps.state_transfer import admission_state
+from persia.retry import Backoff, Deadline
+from persia.services import MovableRows, MovedRows, MoveStatus, RowChunk, StatePiece
+from persia.store import EmbeddingStore
+from persia.telemetry.logs import get_logger
+from persia.types import BucketMap
+
+__all__ = ["RowMove"]
+
+LOG = get_logger("persia.ps")
+
+PAUSE_SECONDS = 0.5
+"""Pause between two passes, so that a move whose end nobody has called for costs little."""
+
+BACKOFF = Backoff(0.1, 5.0)
+"""Pauses after failures."""
+
+CHECKPOINT_SECONDS = 0.1
+"""Interval of asking whether a checkpoint still reads the rows."""
+
+
+class RowMove:
+    """The rows that leave one PS for another map: a copy of all, then passes with what has changed. Thread-safe.
+
+    Args:
+        store: the store, with all its tables.
+        tables: numbers of the tables, by name.
+        snapshots: the snapshots of the store.
+        rank: number of this PS.
+        before: the map of this PS.
+        after: the next map.
+        peer: returns a PS by number.
+    """
+
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        tables: Mapping[str, int],
+        snapshots: StoreSnapshots,
+        rank: int,
+        before: BucketMap,
+        after: BucketMap,
+        peer: Callable[[int], MovableRows],
+    ) -> None:
+        self._store = store
+        self._tables = tables
+        self._snapshots = snapshots
+        self._rank = rank
+        self.after = after
+        self._peer = peer
+        self._owners = np.where(before.owners == rank, after.owners, rank)
+        """The PS of each bucket after the move, uint16 `[BUCKETS]`; this PS for those that do not leave it."""
+        self._recipients = [int(server) for server in np.unique(self._owners) if server != rank]
+        self._copy = ""
+        self._numbers: dict[str, int] = {}
+        """Numbers of the snapshot that the recipients have, by table; empty if they have none."""
+        self._part = 0
+        self._status = MoveStatus(after.version)
+        self._finish = threading.Event()
+        """Set once nothing changes any more."""
+        self._thread = Background("persia-move", self._run)
+
+    @property
+    def status(self) -> MoveStatus:
+        """Current progress."""
+        return self._status
+
+    def finish(self, deadline: Deadline) -> bool:
+        """Lets it send what has changed until now, and waits for the end; returns whether all rows were sent."""
+        self._finish.set()
+        self._thread.wait(deadline.left)
+        return self._status.complete
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """Ends it. Waits for the part that is being sent."""
+        self._thread.stop(seconds)
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self, stop: threading.Event) -> None:
+        pause = BACKOFF.first
+        while not stop.is_set():
+            last = self._finish.is_set()
+            try:
+                self._pass(stop, last)
+            except PersiaError as error:
+                if not self._status.error and not stop.is_set():
+                    LOG.warning("PS %d cannot move its rows; it tries again: %s", self._rank, error)
+                self._status = self._status._replace(error=error.message)
+                stop.wait(pause)
+                pause = min(2 * pause, BACKOFF.longest)
+                continue
+            pause = BACKOFF.first
+            if last:
+                self._status = self._status._replace(complete=not stop.is_set())
+                return
+            if not stop.is_set():
+                self._finish.wait(PAUSE_SECONDS)
+
+    def _pass(self, stop: threading.Event, last: bool) -> None:
+        """Sends what has changed since the last pass, or all rows."""
+        began = time.monotonic()
+        name = f"move-{self.after.version}-{secrets.token_hex(8)}"
+        info = self._snapshots.begin_after_others(name, self._numbers, tempfile.gettempdir())
+        while info is None:
+            if stop.wait(CHECKPOINT_SECONDS):
+                return
+            info = self._snapshots.begin_after_others(name, self._numbers, tempfile.gettempdir())
+        sent = 0
+        try:
+            if info.whole:  # Also after a pass that failed, or a checkpoint.
+                self._begin_copy()
+            for chunk in self._snapshots.removed(name):
+                for server, part in self._by_recipient(chunk):
+                    self._send(server, removed=[part])
+            for chunk in self._snapshots.rows(name):
+                if stop.is_set():
+                    return
+                for server, part in self._by_recipient(chunk):
+                    self._send(server, rows=[part])
+                    sent += len(part.arrays["ids"])
+            if last:
+                self._send_last()
+        finally:
+            self._snapshots.end(name)
+        self._numbers = dict(info.numbers)
+        status = self._status
+        self._status = status._replace(
+            passes=status.passes + 1,
+            rows=status.rows + sent,
+            last_rows=sent,
+            seconds=time.monotonic() - began,
+            error="",
+        )
+
+    def _begin_copy(self) -> None:
+        self._copy, self._part = secrets.token_hex(16), 0
+        for server in self._recipients:
+            self._peer(server).begin_receiving(self.after, self._rank, self._copy)
+
+    def _by_recipient(self, chunk: RowChunk) -> Iterator[tuple[int, RowChunk]]:
+        """Yields the part of a chunk for each PS that will own any of it."""
+        owners: NDArray[np.uint16] = self._owners[batching.buckets_of(chunk.table, chunk.arrays["ids"])]
+        for server in self._recipients:
+            chosen = np.flatnonzero(owners == server)
+            if len(chosen):
+                yield server, chunk._replace(arrays={name: array[chosen] for name, array in chunk.arrays.items()})
+
+    def _send_last(self) -> None:
+        """Sends what is not rows, and that nothing follows."""
+        for piece in admission_state(self._store, self._tables):
+            for server in self._recipients:
+                self._send(server, state=[piece])
+        for server in self._recipients:
+            self._send(server, last=True)
+
+    def _send(
+        self,
+        server: int,
+        removed: list[RowChunk] | None = None,
+        rows: list[RowChunk] | None = None,
+        state: list[StatePiece] | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        self._part += 1
+        part = MovedRows(
+            self.after.version, self._rank, self._copy, self._part, removed or [], rows or [], state or [], last
+        )
+        self._peer(server).receive(part)

@@ -1,0 +1,382 @@
+"""The bucket map of a PS, the rows that leave it for other PSs, and those that come from them.
+
+docs/reference/moves.md specifies it: rules are numbered as there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import msgspec
+
+from persia.errors import DeadlineError, StaleMapError, StoreError
+from persia.ps.background import Background
+from persia.ps.options import ServerOptions
+from persia.ps.ownership import OwnedRows, Ownership
+from persia.ps.regions import Regions
+from persia.ps.row_chunks import chunk_rows
+from persia.ps.row_move import RowMove
+from persia.ps.snapshots import StoreSnapshots
+from persia.ps.space import SpaceWait
+from persia.ps.state_transfer import merge_admission
+from persia.ps.table_numbers import TableNumbers
+from persia.retry import retry
+from persia.services import MovedRows, MoveStatus, Round, RowChunk
+from persia.store import EmbeddingStore
+from persia.telemetry.logs import get_logger
+from persia.types import BoolArray, BucketMap
+
+__all__ = ["RowMoves", "owned_rows"]
+
+LOG = get_logger("persia.ps")
+
+SNAPSHOT_SECONDS = 0.1
+"""Interval of asking whether a checkpoint still reads the rows."""
+
+
+class _Copy:
+    """A copy of the rows of another PS that is being received."""
+
+    def __init__(self, version: int, name: str) -> None:
+        self.version = version
+        self.name = name
+        self.applied = 0
+        """Number of the last part that was applied."""
+        self.whole = False
+        """Whether nothing follows."""
+        self.lock = threading.Lock()
+
+
+def owned_rows(options: ServerOptions, regions: Regions | None) -> OwnedRows:
+    """Returns what a PS owns: as an earlier process has stored it, or by the first map."""
+    stored = regions.ownership if regions is not None else None
+    return OwnedRows(options.rank, stored or Ownership(options.buckets))
+
+
+class RowMoves:
+    """See `persia.services.MovableRows`. Thread-safe.
+
+    Args:
+        store: the store, with all its tables.
+        tables: numbers of the tables.
+        snapshots: the snapshots of the store.
+        space: waits for space.
+        options: options of the PS.
+        regions: regions of the PS, which keep what it owns; None without.
+    """
+
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        tables: TableNumbers,
+        snapshots: StoreSnapshots,
+        space: SpaceWait,
+        options: ServerOptions,
+        regions: Regions | None,
+    ) -> None:
+        self._store = store
+        self._tables = tables
+        self._snapshots = snapshots
+        self._space = space
+        self._rank = options.rank
+        self._peer = options.peer
+        self._regions = regions
+        self._owned = snapshots.owned
+        self._lock = threading.Lock()
+        self._move: RowMove | None = None
+        self._copies: dict[int, _Copy] = {}
+        """Copies that are being received, by donor."""
+        self._removal: Background | None = None
+        if self._own.number:
+            self._remove_foreign()  # The process before may have died meanwhile.
+
+    @property
+    def buckets(self) -> BucketMap:
+        """The PS of each bucket of ids."""
+        return self._own.buckets
+
+    @property
+    def _own(self) -> Ownership:
+        return self._owned.ownership
+
+    def check(self, version: int) -> None:
+        """Raises StaleMapError unless ids that were routed by a version of the map are served now."""
+        own = self._own
+        own.buckets.check(version)
+        if own.sealed:
+            raise StaleMapError(
+                f"PS {self._rank} has sent its rows to other PSs, and serves no requests by bucket map {version} any "
+                "more. Nothing was read or changed; the next map follows soon, `EmbeddingPS.buckets`.",
+                routed=version,
+                current=version,
+            )
+
+    # --- rows that leave ----------------------------------------------------------------------------------------
+
+    def begin(self, after: BucketMap) -> MoveStatus:
+        """See `MovableRows.begin_move`."""
+        with self._lock:
+            self._check_next(after)
+            if not self._loses(after):
+                return MoveStatus()
+            if self._donors(after):  # Both at once could wait for each other: no row comes while a pass reads rows.
+                raise StoreError(
+                    f"PS {self._rank} would both lose and gain buckets by bucket map {after.version}. Make two moves.",
+                    version=after.version,
+                )
+            if self._move is None or self._move.after != after:
+                self._end_move()
+                self._await_removal()
+                if self._peer is None:
+                    raise StoreError("Rows of this PS cannot move: it has no way to reach other PSs.")
+                self._move = RowMove(
+                    self._store,
+                    self._tables.by_name,
+                    self._snapshots,
+                    self._rank,
+                    self.buckets,
+                    after,
+                    self._peer,
+                )
+            return self._move.status
+
+    def status(self) -> MoveStatus:
+        """See `MovableRows.moving`."""
+        move = self._move
+        return MoveStatus() if move is None else move.status
+
+    def finish(self, number: Round, after: BucketMap) -> MoveStatus:
+        """See `MovableRows.finish_move`. Rules 2, 8 and 9."""
+        with self._lock:
+            self._check_round(number)
+            self._check_next(after)
+            move = self._move
+            if move is None or move.after != after:
+                raise StoreError(
+                    f"PS {self._rank} does not move rows for bucket map {after.version}: it has restarted, or the move "
+                    "was cancelled. Begin the move again.",
+                    version=after.version,
+                )
+            self._keep(number, sealed=True)
+        deadline = self._space.deadline()
+        if not move.finish(deadline):
+            raise DeadlineError(
+                f"PS {self._rank} could not send the rows that leave it within {deadline.seconds:g} s: "
+                f"{move.status.error or 'they are still being sent'}. Call again, or give up the move.",
+                role="embedding_ps",
+                rank=self._rank,
+                seconds=deadline.seconds,
+            )
+        return move.status
+
+    def cancel(self, version: int) -> None:
+        """See `MovableRows.cancel_move`."""
+        with self._lock:
+            if version != self.buckets.version + 1 or self._own.sealed or self._own.complete:
+                return
+            self._end_move()
+            if self._copies:
+                self._copies = {}
+                self._remove_foreign()
+
+    # --- rows that come -----------------------------------------------------------------------------------------
+
+    def begin_receiving(self, after: BucketMap, donor: int, copy: str) -> None:
+        """See `MovableRows.begin_receiving`. Rule 6."""
+        with self._lock:
+            self._check_next(after)
+            known = self._copies.get(donor)
+            if known is not None and known.name == copy:
+                return
+            if self._own.complete is not None:
+                raise StoreError(f"PS {self._rank} has all rows for bucket map {after.version}. Adopt a map first.")
+            self._await_removal()
+            coming = (self.buckets.owners == donor) & (after.owners == self._rank)
+            for index in self._tables.by_name.values():
+                for shard in range(self._store.config(index).resolved_shards):
+                    self._remove_buckets(index, shard, coming)
+            self._owned.others = True
+            self._copies[donor] = _Copy(after.version, copy)
+
+    def receive(self, part: MovedRows) -> None:
+        """See `MovableRows.receive`."""
+        copy = self._copies.get(part.donor)
+        if copy is None or (copy.version, copy.name) != (part.version, part.copy):
+            raise StoreError(
+                f"PS {self._rank} does not receive this copy of the rows of PS {part.donor}: it has restarted, or the "
+                "move was cancelled. Send all rows again.",
+                donor=part.donor,
+            )
+        with copy.lock:
+            if part.number <= copy.applied:
+                return
+            for chunk in part.removed:
+                self._remove_rows(chunk)
+            for chunk in part.rows:
+                self._import_rows(chunk)
+            for piece in part.state:
+                if not merge_admission(self._store, self._tables, piece):
+                    LOG.warning(
+                        "table %r has another capacity at PS %d, so the counts of ids that have no row yet start again",
+                        piece.table, part.donor,
+                    )  # fmt: skip
+            copy.applied, copy.whole = part.number, part.last
+
+    def complete(self, number: Round, after: BucketMap) -> None:
+        """See `MovableRows.complete_move`. Rules 2 and 10."""
+        with self._lock:
+            self._check_round(number)
+            self._check_next(after)
+            if self._own.complete == after:
+                return
+            for donor in self._donors(after):
+                copy = self._copies.get(donor)
+                if copy is None or copy.version != after.version or not copy.whole:
+                    raise StoreError(
+                        f"PS {self._rank} does not have all rows of PS {donor} for bucket map {after.version}: one of "
+                        "them has restarted, or the move was not finished there. Begin the move again.",
+                        donor=donor,
+                    )
+            self._keep(number, complete=after)
+
+    def _loses(self, after: BucketMap) -> bool:
+        """Returns whether rows leave this PS for a map."""
+        return bool(((self.buckets.owners == self._rank) & (after.owners != self._rank)).any())
+
+    def _donors(self, after: BucketMap) -> list[int]:
+        """Returns the PSs from which rows come to this one for a map."""
+        before = self.buckets.owners
+        return [int(donor) for donor in set(before[(after.owners == self._rank) & (before != self._rank)].tolist())]
+
+    def _remove_buckets(self, index: int, shard: int, buckets: BoolArray) -> None:
+        self._between_snapshots(lambda: self._store.remove_buckets(index, shard, buckets))
+
+    def _remove_rows(self, chunk: RowChunk) -> None:
+        index = self._tables.number(chunk.table)
+        self._between_snapshots(lambda: self._store.remove_rows(index, chunk.arrays["ids"]))
+
+    def _import_rows(self, chunk: RowChunk) -> None:
+        index = self._tables.number(chunk.table)
+        rows = chunk_rows(self._store.config(index), chunk)
+        self._between_snapshots(lambda: self._space.retry(lambda: self._store.import_rows(index, rows), "receive"))
+
+    def _between_snapshots(self, change: Callable[[], object]) -> None:
+        """Changes rows once no checkpoint reads them."""
+        retry(
+            change,
+            transient=lambda error: isinstance(error, StoreError) and self._snapshots.reading,
+            deadline=self._space.deadline(),
+        )
+
+    # --- maps ---------------------------------------------------------------------------------------------------
+
+    def adopt(self, number: Round, buckets: BucketMap) -> bool:
+        """See `MovableRows.adopt`. Returns whether the map is another one than before."""
+        with self._lock:
+            if self._round == number and self._own.ended and buckets == self.buckets:
+                return False
+            self._check_round(number)
+            changes = buckets != self.buckets
+            if changes:
+                self._check_next(buckets)
+                if self._own.complete != buckets and (donors := self._donors(buckets)):
+                    raise StoreError(
+                        f"PS {self._rank} cannot adopt bucket map {buckets.version}: it would own rows of PSs "
+                        f"{', '.join(map(str, donors))}, which have not come. Move them first.",
+                        version=buckets.version,
+                    )
+            self._owned.others |= changes
+            self._keep(number, buckets=buckets, ended=True, sealed=False, complete=None)
+            self._end_move()
+            self._copies = {}
+            for index in self._tables.by_name.values() if changes else ():
+                self._store.end_import(index)
+            self._remove_foreign()
+            return changes
+
+    def close(self) -> None:
+        """Ends what is done in the background."""
+        with self._lock:
+            self._end_move()
+            if self._removal is not None:
+                self._removal.stop()
+
+    @property
+    def _round(self) -> Round:
+        return Round(self._own.generation, self._own.number)
+
+    def _keep(self, number: Round, **changes: Any) -> None:
+        """Changes what is stored in the regions, and then what this process has."""
+        changes = {"generation": number.generation, "number": number.number, "ended": False} | changes
+        own = msgspec.structs.replace(self._own, **changes)
+        if (regions := self._regions) is not None:
+            self._space.retry(lambda: regions.remember_ownership(own), "move")
+        self._owned.ownership = own
+
+    def _check_round(self, number: Round) -> None:
+        """Rule 2."""
+        if number < self._round or (number == self._round and self._own.ended):
+            raise StoreError(
+                f"PS {self._rank} is in round {tuple(self._round)} of moves, and refuses an order of round "
+                f"{tuple(number)}, which has ended. Nothing has changed; it was late, or this is not the NN worker "
+                "that moves rows.",
+                generation=number.generation,
+                number=number.number,
+            )
+
+    def _check_next(self, after: BucketMap) -> None:
+        if after.version != self.buckets.version + 1:
+            self._refuse(after)
+
+    def _refuse(self, after: BucketMap) -> NoReturn:
+        raise StaleMapError(
+            f"Bucket map {after.version} does not follow bucket map {self.buckets.version} of PS {self._rank}. Nothing "
+            "has changed; make the next map from the current one, `EmbeddingPS.buckets`.",
+            routed=after.version,
+            current=self.buckets.version,
+        )
+
+    def _end_move(self) -> None:
+        if self._move is not None:
+            self._move.stop()
+            self._move = None
+
+    def _remove_foreign(self) -> None:
+        """Removes the rows that this PS does not own, in the background. Rule 13."""
+        foreign = self.buckets.owners != self._rank
+        if self._own.complete is not None:
+            foreign &= self._own.complete.owners != self._rank
+        if self._removal is not None:
+            self._removal.stop()
+
+        def work(stop: threading.Event) -> None:
+            for name, index in self._tables.by_name.items():
+                for shard in range(self._store.config(index).resolved_shards):
+                    while not stop.is_set():
+                        try:
+                            self._store.remove_buckets(index, shard, foreign)
+                            break
+                        except StoreError as error:
+                            if not self._snapshots.reading:
+                                LOG.warning(
+                                    "rows of table %r that have moved to other PSs take space until this PS restarts: "
+                                    "%s", name, error,
+                                )  # fmt: skip
+                                break
+                        stop.wait(SNAPSHOT_SECONDS)
+
+        self._removal = Background("persia-removal", work)
+
+    def _await_removal(self) -> None:
+        """Waits until no row of an earlier map is being removed, as it may be one that comes back."""
+        deadline = self._space.deadline()
+        if self._removal is not None and not self._removal.wait(deadline.left):
+            raise DeadlineError(
+                f"PS {self._rank} still removes rows that have moved to other PSs, after {deadline.seconds:g} s. Begin "
+                "the move later; a checkpoint that reads the rows delays it.",
+                role="embedding_ps",
+                rank=self._rank,
+                seconds=deadline.seconds,
+            )

@@ -1,0 +1,159 @@
+"""How rows move from one embedding PS to another while a run trains (docs/decisions/0026-buckets.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from persia import rpc
+from persia.services.embedding import RowChunk, StatePiece
+from persia.types import BucketMap
+
+__all__ = ["MovableRows", "MoveStatus", "MovedRows", "Round"]
+
+
+class Round(NamedTuple):
+    """Number of a try to move rows, in order; see docs/reference/moves.md.
+
+    Attributes:
+        generation: generation of the NN workers.
+        number: number of rounds that NN worker 0 has begun in this generation, this one included.
+    """
+
+    generation: int
+    number: int
+
+
+class MoveStatus(NamedTuple):
+    """Progress of the rows that leave a PS.
+
+    Attributes:
+        version: version of the bucket map for which they move; -1 if none do.
+        passes: number of complete passes. The first one sends all rows, each later one what has changed since.
+        rows: number of rows sent in all passes.
+        last_rows: number of rows sent in the last complete pass.
+        seconds: duration of that pass.
+        complete: whether the last difference, after `finish_move`, has been sent.
+        error: why the rows could not be sent the last time; empty if they could.
+    """
+
+    version: int = -1
+    passes: int = 0
+    rows: int = 0
+    last_rows: int = 0
+    seconds: float = 0.0
+    complete: bool = False
+    error: str = ""
+
+
+class MovedRows(NamedTuple):
+    """A part of the rows that one PS sends to another, which applies the parts in order, each once.
+
+    Attributes:
+        version: version of the bucket map by which the other PS will own them.
+        donor: number of the PS that sends them.
+        copy: identifier of this copy of the donor's rows, from `MovableRows.begin_receiving`.
+        number: number of this part within the copy, from 1 on.
+        removed: ids that no longer have a row, as chunks with only `ids`. They come first.
+        rows: whole rows.
+        state: admission sketches of the donor's shards.
+        last: whether nothing follows, as the donor refuses requests by now.
+    """
+
+    version: int
+    donor: int
+    copy: str
+    number: int
+    removed: list[RowChunk]
+    rows: list[RowChunk]
+    state: list[StatePiece]
+    last: bool = False
+
+
+class MovableRows(Protocol):
+    """An embedding PS whose rows can move to another bucket map. docs/reference/moves.md has the order of the calls.
+
+    A PS refuses the order of a round if it knows of a later one, or if this one has ended there: `StoreError`. It
+    stores the number of the round, and what the order changes, in its regions before it answers.
+    """
+
+    def begin_move(self, after: BucketMap) -> MoveStatus:
+        """Begins to send the rows of the buckets that this PS loses to the PSs that gain them, in the background.
+
+        A repeated call has no effect, nor one to a PS that loses none. A move for another map ends. While a checkpoint
+        reads the rows, the move waits.
+
+        Args:
+            after: the next map.
+
+        Raises:
+            StaleMapError: it does not follow the map of this PS.
+            DeadlineError: rows of an earlier map are still being removed.
+            StoreError: by the next map this PS gains buckets, too.
+        """
+
+    def moving(self) -> MoveStatus:
+        """Returns the progress; the version is -1 after a restart of this PS: begin the move again."""
+
+    def cancel_move(self, version: int) -> None:
+        """Ends the copies for a map that is not adopted, and removes the rows that have come. No-op without any.
+
+        Not in a round that has finished the move: `adopt` the map before instead.
+        """
+
+    @rpc.waits
+    def finish_move(self, number: Round, after: BucketMap) -> MoveStatus:
+        """Seals this PS, sends what has changed until now, and ends the move. Call it while no push is in flight.
+
+        From now on this PS refuses requests with ids, also after a restart, until it adopts a map.
+
+        Args:
+            number: number of this round.
+            after: the next map.
+
+        Returns:
+            The progress; `complete` is set.
+
+        Raises:
+            StoreError: this PS does not move rows for this map, as it has restarted: begin again.
+            DeadlineError: the rows could not be sent in time; the error has the reason. Call again, or give up.
+        """
+
+    def complete_move(self, number: Round, after: BucketMap) -> None:
+        """Keeps the rows that have come for a map, also after a restart, until this PS adopts a map.
+
+        Call it once all donors have finished the move. No-op for a PS that gains no buckets.
+
+        Raises:
+            StoreError: rows of a donor are missing; the error names it. Begin again.
+        """
+
+    def adopt(self, number: Round, buckets: BucketMap) -> None:
+        """Ends a round: continues with a map, the next one or the one before, also after a restart.
+
+        Rows that this PS does not own by the map are removed in the background. Another map ends publishing. A
+        repeated call has no effect.
+
+        Raises:
+            StaleMapError: it is neither the map of this PS nor the next one.
+            StoreError: this PS would own rows that have not come.
+        """
+
+    def begin_receiving(self, after: BucketMap, donor: int, copy: str) -> None:
+        """Prepares for a copy of the rows of another PS: removes what has come from it before.
+
+        Args:
+            after: the next map.
+            donor: number of the other PS.
+            copy: random identifier of the copy. A repeated call has no effect.
+
+        Raises:
+            StaleMapError: the map does not follow the map of this PS.
+            StoreError: the rows of this PS are complete.
+        """
+
+    def receive(self, part: MovedRows) -> None:
+        """Applies a part of the rows of another PS. Parts that were applied before have no effect.
+
+        Raises:
+            StoreError: this PS does not receive this copy, as it has restarted; send all rows again.
+        """
