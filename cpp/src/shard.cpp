@@ -234,6 +234,7 @@ void Shard::begin_removal() {
   mark();
   memory_.snapshots.forget();  // The rows that get other places count as unchanged.
   memory_.eviction.clear();
+  memory_.expiry.forget();
 }
 
 void Shard::remove_from_memory(std::uint32_t number) {
@@ -292,11 +293,12 @@ std::uint64_t Shard::remove_from_memory(const BucketSet& buckets) {
 std::uint64_t Shard::remove_buckets(const BucketSet& buckets) {
   std::uint64_t removed = remove_from_memory(buckets);
   // Rows move from memory to the tier meanwhile, and from one record to another.
+  Shard* const self = this;
   for (bool again = tier_ != nullptr; again;) {
     again = false;
-    for (std::uint64_t record = 0; record < tier_->log().end_record();) {
-      Shard* const self = this;
+    for (std::uint64_t record = 0;;) {
       const ShardLocks locks(Shards(&self, 1));
+      if (record >= tier_->log().end_record()) break;
       memory_.snapshots.check_none();
       mark();
       const std::uint64_t of_block = tier_->remove(record, [&](std::uint64_t id) { return buckets.has(id); });

@@ -211,7 +211,7 @@ void Tier::make_vacant() {
 // If a kill comes before the stamp, the row is back.
 void Tier::vacate(std::uint32_t number) {
   const std::uint64_t id = store().row(number)->key();
-  vacant_.reserve(vacant_.size() + 1);
+  if (vacant_.size() == vacant_.capacity()) vacant_.reserve(2 * vacant_.size() + 1);
   if (!memory_->index.erase(id, number)) throw store().damaged(number);
   memory_->note_removed(number, id);
   barrier();

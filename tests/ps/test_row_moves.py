@@ -18,7 +18,7 @@ from persia.schema import AdmitMinFrequency, Steps, Table
 from persia.services import EmbeddingPS, MovableRows, MovedRows, MoveStatus, Round
 from persia.types import BucketMap, Packed
 from support.examples import examples
-from support.moving_ps import SECONDS, TABLES, PSs
+from support.moving_ps import SECONDS, TABLES, PSs, until
 from support.twins.batching import owner
 
 
@@ -417,6 +417,131 @@ def test_a_part_is_applied_once_and_in_order():
         receiver.receive(part(cluster, 3, [id_], 3.0))
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_what_has_come_is_not_exported_after_a_restart_either(tmp_path, complete):
+    cluster = PSs(3, BucketMap.even(2), regions=tmp_path)
+    after = cluster.buckets.moved(3)
+    cluster.train(range(100))
+    before = cluster.rows()
+    cluster.begin(after)
+    cluster.await_pass()
+    if complete:
+        cluster.finish(after)
+    cluster.all[0].cancel_move(1)
+    cluster.all[1].cancel_move(1)
+    cluster.restart(2)
+    assert cluster.rows() == before
+    cluster.all[2]._moves._await_removal()
+    assert bool(list(cluster.all[2]._store.iterate_rows(0))) == complete
+    cluster.round = Round(1, cluster.round.number + 1)
+    for ps in cluster.all:
+        ps.adopt(cluster.round, cluster.first)
+    assert cluster.rows() == before
+    cluster.check_places()
+
+
+def test_a_part_that_is_applied_while_the_next_copy_begins_ends_before_it():
+    cluster = PSs(2, BucketMap.even(1))
+    after = cluster.buckets.moved(2)
+    cluster.train(range(100))
+    receiver = cluster.all[1]
+    id_ = next(id_ for id_ in range(100) if owner("item", id_, after) == 1)
+    receiver.begin_receiving(after, 0, "copy")
+    gate, began, store = threading.Event(), threading.Event(), receiver._store
+    write = store.import_rows
+
+    def gated(*arguments):
+        began.set()
+        assert gate.wait(SECONDS)
+        return write(*arguments)
+
+    store.import_rows = gated
+    late = threading.Thread(target=lambda: receiver.receive(part(cluster, 1, [id_], 1.0)))
+    late.start()
+    assert began.wait(SECONDS)
+    again = threading.Thread(target=lambda: receiver.begin_receiving(after, 0, "again"))
+    again.start()
+    gate.set()
+    for thread in (late, again):
+        thread.join(SECONDS)
+    assert not receiver.read_rows("item", np.array([id_], np.uint64), False).found.any()
+
+
+def test_rows_that_nobody_gives_are_refused():
+    cluster = PSs(2, BucketMap.even(1))
+    after = cluster.buckets.moved(2)
+    cluster.train(range(100))
+    before = cluster.rows()
+    donor, receiver = cluster.all
+    for ps, sender in ((receiver, 7), (receiver, 1), (donor, 1), (donor, 7)):
+        with pytest.raises(StoreError, match=f"No rows of PS {sender} come to PS"):
+            ps.begin_receiving(after, sender, "copy")
+    receiver.begin_receiving(after, 0, "copy")
+    own = next(id_ for id_ in range(100) if owner("item", id_, after) == 0)
+    coming = next(id_ for id_ in range(100) if owner("item", id_, after) == 1)
+    good = part(cluster, 1, [coming], 1.0)
+    lacks = good.rows[0]._replace(arrays={"ids": good.rows[0].arrays["ids"]})
+    for bad in (
+        part(cluster, 1, [own], 1.0),
+        good._replace(rows=[good.rows[0], good.rows[0]._replace(table="none")]),
+        good._replace(rows=[good.rows[0], lacks]),
+        good._replace(rows=[good.rows[0], lacks._replace(arrays={})]),
+        good._replace(removed=[lacks._replace(arrays={"ids": np.array([own], np.uint64)})]),
+        good._replace(removed=[lacks._replace(arrays={"ids": np.array([coming], np.int64)})]),
+    ):
+        with pytest.raises(StoreError):
+            receiver.receive(bad)
+        assert cluster.rows() == before
+        assert not list(receiver._store.iterate_rows(0))
+    receiver.receive(good)
+
+
+def test_a_thread_that_meets_any_error_goes_on():
+    cluster = PSs(2, BucketMap.even(1))
+    cluster.train(range(10))
+    before, receiver, after = cluster.rows(), cluster.all[1], cluster.buckets.moved(2)
+
+    def broken(*_):
+        raise OSError("too many open files")
+
+    receiver.begin_receiving = broken
+    cluster.begin(after)
+    until(lambda: "too many open files" in cluster.all[0].moving().error)
+    del receiver.begin_receiving
+    cluster.end(after)
+    assert cluster.rows() == before
+
+
+def test_a_row_that_is_set_while_the_ps_is_sealed_is_not_acknowledged():
+    cluster = PSs(2, BucketMap.even(1))
+    cluster.train(range(10))
+    donor, after = cluster.all[0], cluster.buckets.moved(2)
+    cluster.begin(after)
+    gate, began = threading.Event(), threading.Event()
+    found = []
+    setter = donor._setter.set
+
+    def gated(*arguments):
+        began.set()
+        assert gate.wait(SECONDS)
+        return setter(*arguments)
+
+    donor._setter.set = gated
+
+    def call():
+        with pytest.raises(StaleMapError, match="has sent its rows to other PSs"):
+            donor.set_rows(1, "item", np.arange(10, dtype=np.uint64), np.ones((10, 3), np.float32), None)
+        found.append(True)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert began.wait(SECONDS)
+    cluster.finish(after)
+    gate.set()
+    thread.join(SECONDS)
+    assert found == [True]
+
+
 def test_errors():
     cluster = PSs(2, BucketMap.even(1))
     ps = cluster.all[0]
@@ -428,9 +553,13 @@ def test_errors():
         ps.finish_move(Round(1, 1), cluster.buckets.moved(2))
     with pytest.raises(StoreError, match=r"PS 0 would both lose and gain buckets by bucket map 1\. Make two moves"):
         PSs(2, BucketMap.even(2)).all[0].begin_move(BucketMap(1, 2, ((1, 1024), (0, 2048), (1, 1024))))
-    alone = EmbeddingServer(TABLES, Adagrad(0.1), Sync(), 3, 1, ServerOptions())
-    with pytest.raises(StoreError, match="no way to reach other PSs"):
-        alone.begin_move(cluster.buckets.moved(2))
+    for options, error in (
+        (ServerOptions(), "without `ServerOptions.rank`"),
+        (ServerOptions(rank=0), "no way to reach"),
+    ):
+        alone = EmbeddingServer(TABLES, Adagrad(0.1), Sync(), 3, 1, options)
+        with pytest.raises(StoreError, match=error):
+            alone.begin_move(cluster.buckets.moved(2))
     assert ps.buckets() == BucketMap.even(1)
 
 

@@ -78,7 +78,7 @@ struct MemoryRows {
     changes.remove(store.mark_of(number), id);
   }
   // Removes a row, whose place the last row gets. For tables without a tier. The queue of rows to evict must be cleared
-  // next. Throws std::runtime_error if the row is damaged; then nothing has changed.
+  // next. Throws std::runtime_error if the row is damaged.
   void remove(std::uint32_t number);
   // Builds the queue of rows to evict if there is none and the shard is nearly full.
   void prepare_eviction() noexcept;

@@ -30,9 +30,9 @@ class ServerOptions(msgspec.Struct, frozen=True):
         store: creates the store, given the threads of the PS.
         overcommit: whether to accept tables whose capacity exceeds the memory of this host, with a warning.
         memory_rows: maximum rows in the memory of this PS of each table with `spill`, by name.
-        buckets: the PS of each bucket of ids, unless the regions have a later map. Requests are refused whose ids were
-            routed by another version.
-        rank: number of this PS in the map.
+        buckets: the PS of each bucket of ids, unless the regions have a map. Requests are refused whose ids were routed
+            by another version.
+        rank: number of this PS in the map; None if its rows never move.
         peer: returns another PS by number, to which rows move; None if rows of this PS cannot move.
     """
 
@@ -45,5 +45,5 @@ class ServerOptions(msgspec.Struct, frozen=True):
     overcommit: bool = False
     memory_rows: Mapping[str, int] | None = None
     buckets: BucketMap = BucketMap.even(1)
-    rank: int = 0
+    rank: int | None = None
     peer: Callable[[int], MovableRows] | None = None

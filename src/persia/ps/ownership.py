@@ -23,6 +23,8 @@ class Ownership(msgspec.Struct, frozen=True):
         ended: whether this round has ended here.
         sealed: whether it serves no requests, as it has sent its last difference, or is about to.
         complete: the next map, if it has all rows that it will own by it, and keeps them.
+        others: whether there may be rows in its store that it does not own. Set before the first one comes, and never
+            cleared.
     """
 
     buckets: BucketMap
@@ -31,29 +33,28 @@ class Ownership(msgspec.Struct, frozen=True):
     ended: bool = True
     sealed: bool = False
     complete: BucketMap | None = None
+    others: bool = False
 
 
 class OwnedRows:
     """Tells the rows that a PS owns from others in its store: those that have come, and those that have left.
 
     Args:
-        rank: number of the PS.
+        rank: number of the PS; None if it has not been given, so that rows cannot move.
         ownership: what it owns.
 
     Attributes:
         ownership: see above; may be replaced.
-        others: whether there may be others. Set once rows have moved, and never cleared.
     """
 
-    def __init__(self, rank: int, ownership: Ownership) -> None:
+    def __init__(self, rank: int | None, ownership: Ownership) -> None:
         self._rank = rank
         self.ownership = ownership
-        self.others = ownership.buckets.version > 0
 
     def of(self, chunks: Iterator[RowChunk]) -> Iterator[RowChunk]:
         """Yields chunks without the rows that the PS does not own."""
         for chunk in chunks:
-            if not self.others:
+            if not self.ownership.others:
                 yield chunk
                 continue
             own = self.ownership.buckets.owners[batching.buckets_of(chunk.table, chunk.arrays["ids"])] == self._rank

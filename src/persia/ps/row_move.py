@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import batching
-from persia.errors import PersiaError
 from persia.ps.background import Background
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.state_transfer import admission_state
@@ -82,6 +81,11 @@ class RowMove:
         """Current progress."""
         return self._status
 
+    @property
+    def ended(self) -> bool:
+        """Whether it sends nothing any more."""
+        return self._thread.wait(0)
+
     def finish(self, deadline: Deadline) -> bool:
         """Lets it send what has changed until now, and waits for the end; returns whether all rows were sent."""
         self._finish.set()
@@ -100,10 +104,10 @@ class RowMove:
             last = self._finish.is_set()
             try:
                 self._pass(stop, last)
-            except PersiaError as error:
+            except Exception as error:  # Whatever it is, the next pass sends all rows.
                 if not self._status.error and not stop.is_set():
                     LOG.warning("PS %d cannot move its rows; it tries again: %s", self._rank, error)
-                self._status = self._status._replace(error=error.message)
+                self._status = self._status._replace(error=str(error) or type(error).__name__)
                 stop.wait(pause)
                 pause = min(2 * pause, BACKOFF.longest)
                 continue

@@ -5,12 +5,15 @@ docs/reference/moves.md specifies it: rules are numbered as there.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
+import numpy as np
 
+from persia import batching
 from persia.errors import DeadlineError, StaleMapError, StoreError
 from persia.ps.background import Background
 from persia.ps.options import ServerOptions
@@ -24,13 +27,15 @@ from persia.ps.state_transfer import merge_admission
 from persia.ps.table_numbers import TableNumbers
 from persia.retry import retry
 from persia.services import MovedRows, MoveStatus, Round, RowChunk
-from persia.store import EmbeddingStore
+from persia.store import EmbeddingStore, Rows
 from persia.telemetry.logs import get_logger
-from persia.types import BoolArray, BucketMap
+from persia.types import BoolArray, BucketMap, Ids
 
 __all__ = ["RowMoves", "owned_rows"]
 
 LOG = get_logger("persia.ps")
+
+T = TypeVar("T")
 
 SNAPSHOT_SECONDS = 0.1
 """Interval of asking whether a checkpoint still reads the rows."""
@@ -39,9 +44,11 @@ SNAPSHOT_SECONDS = 0.1
 class _Copy:
     """A copy of the rows of another PS that is being received."""
 
-    def __init__(self, version: int, name: str) -> None:
-        self.version = version
+    def __init__(self, after: BucketMap, name: str, coming: BoolArray) -> None:
+        self.after = after
         self.name = name
+        self.coming = coming
+        """Whether each bucket comes from this PS, bool `[BUCKETS]`."""
         self.applied = 0
         """Number of the last part that was applied."""
         self.whole = False
@@ -80,7 +87,7 @@ class RowMoves:
         self._tables = tables
         self._snapshots = snapshots
         self._space = space
-        self._rank = options.rank
+        self._given_rank = options.rank
         self._peer = options.peer
         self._regions = regions
         self._owned = snapshots.owned
@@ -89,13 +96,20 @@ class RowMoves:
         self._copies: dict[int, _Copy] = {}
         """Copies that are being received, by donor."""
         self._removal: Background | None = None
-        if self._own.number:
+        if self._own.others:
             self._remove_foreign()  # The process before may have died meanwhile.
 
     @property
     def buckets(self) -> BucketMap:
         """The PS of each bucket of ids."""
         return self._own.buckets
+
+    @property
+    def _rank(self) -> int:
+        """Number of this PS. Raises StoreError if it has not been given."""
+        if self._given_rank is None:
+            raise StoreError("Rows of this PS cannot move: it was started without `ServerOptions.rank`, its number.")
+        return self._given_rank
 
     @property
     def _own(self) -> Ownership:
@@ -126,21 +140,17 @@ class RowMoves:
                     f"PS {self._rank} would both lose and gain buckets by bucket map {after.version}. Make two moves.",
                     version=after.version,
                 )
-            if self._move is None or self._move.after != after:
-                self._end_move()
-                self._await_removal()
-                if self._peer is None:
-                    raise StoreError("Rows of this PS cannot move: it has no way to reach other PSs.")
-                self._move = RowMove(
-                    self._store,
-                    self._tables.by_name,
-                    self._snapshots,
-                    self._rank,
-                    self.buckets,
-                    after,
-                    self._peer,
-                )
-            return self._move.status
+            move = self._move
+            if move is not None and move.after == after and (move.status.complete or not move.ended):
+                return move.status
+            self._end_move()
+            self._await_removal()
+            if self._peer is None:
+                raise StoreError("Rows of this PS cannot move: it has no way to reach other PSs.")
+            self._move = move = RowMove(
+                self._store, self._tables.by_name, self._snapshots, self._rank, self.buckets, after, self._peer
+            )
+            return move.status
 
     def status(self) -> MoveStatus:
         """See `MovableRows.moving`."""
@@ -177,8 +187,8 @@ class RowMoves:
             if version != self.buckets.version + 1 or self._own.sealed or self._own.complete:
                 return
             self._end_move()
-            if self._copies:
-                self._copies = {}
+            if self._own.others:
+                self._close_copies(list(self._copies))
                 self._remove_foreign()
 
     # --- rows that come -----------------------------------------------------------------------------------------
@@ -192,32 +202,38 @@ class RowMoves:
                 return
             if self._own.complete is not None:
                 raise StoreError(f"PS {self._rank} has all rows for bucket map {after.version}. Adopt a map first.")
+            if donor not in self._donors(after) or self._loses(after):
+                raise StoreError(
+                    f"No rows of PS {donor} come to PS {self._rank} by bucket map {after.version}.", donor=donor
+                )
+            self._close_copies([donor])
             self._await_removal()
+            self._store_own(others=True)
             coming = (self.buckets.owners == donor) & (after.owners == self._rank)
             for index in self._tables.by_name.values():
                 for shard in range(self._store.config(index).resolved_shards):
-                    self._remove_buckets(index, shard, coming)
-            self._owned.others = True
-            self._copies[donor] = _Copy(after.version, copy)
+                    self._change(functools.partial(self._store.remove_buckets, index, shard, coming))
+            self._copies[donor] = _Copy(after, copy, coming)
 
     def receive(self, part: MovedRows) -> None:
         """See `MovableRows.receive`."""
         copy = self._copies.get(part.donor)
-        if copy is None or (copy.version, copy.name) != (part.version, part.copy):
-            raise StoreError(
-                f"PS {self._rank} does not receive this copy of the rows of PS {part.donor}: it has restarted, or the "
-                "move was cancelled. Send all rows again.",
-                donor=part.donor,
-            )
+        if copy is None or (copy.after.version, copy.name) != (part.version, part.copy):
+            raise self._no_copy(part.donor)
         with copy.lock:
+            if self._copies.get(part.donor) is not copy:  # It was closed, for another one or by a map.
+                raise self._no_copy(part.donor)
             if part.number <= copy.applied:
                 return
-            for chunk in part.removed:
-                self._remove_rows(chunk)
-            for chunk in part.rows:
-                self._import_rows(chunk)
+            removed = [(self._tables.number(chunk.table), self._coming_ids(chunk, copy)) for chunk in part.removed]
+            rows = [(self._tables.number(chunk.table), self._coming_rows(chunk, copy)) for chunk in part.rows]
+            for table, ids in removed:
+                self._change(functools.partial(self._store.remove_rows, table, ids))
+            for table, values in rows:
+                self._change(functools.partial(self._store.import_rows, table, values))
             for piece in part.state:
-                if not merge_admission(self._store, self._tables, piece):
+                merged = self._change(functools.partial(merge_admission, self._store, self._tables, piece))
+                if not merged:
                     LOG.warning(
                         "table %r has another capacity at PS %d, so the counts of ids that have no row yet start again",
                         piece.table, part.donor,
@@ -233,7 +249,7 @@ class RowMoves:
                 return
             for donor in self._donors(after):
                 copy = self._copies.get(donor)
-                if copy is None or copy.version != after.version or not copy.whole:
+                if copy is None or copy.after != after or not copy.whole:
                     raise StoreError(
                         f"PS {self._rank} does not have all rows of PS {donor} for bucket map {after.version}: one of "
                         "them has restarted, or the move was not finished there. Begin the move again.",
@@ -250,33 +266,48 @@ class RowMoves:
         before = self.buckets.owners
         return [int(donor) for donor in set(before[(after.owners == self._rank) & (before != self._rank)].tolist())]
 
-    def _remove_buckets(self, index: int, shard: int, buckets: BoolArray) -> None:
-        self._between_snapshots(lambda: self._store.remove_buckets(index, shard, buckets))
+    def _no_copy(self, donor: int) -> StoreError:
+        return StoreError(
+            f"PS {self._rank} does not receive this copy of the rows of PS {donor}: it has restarted, another copy has "
+            "begun, or the move was cancelled. Send all rows again.",
+            donor=donor,
+        )
 
-    def _remove_rows(self, chunk: RowChunk) -> None:
-        index = self._tables.number(chunk.table)
-        self._between_snapshots(lambda: self._store.remove_rows(index, chunk.arrays["ids"]))
+    def _close_copies(self, donors: Sequence[int]) -> None:
+        """Ends copies: no part of them is applied from now on. Waits for those that are being applied."""
+        for donor in donors:
+            if (copy := self._copies.pop(donor, None)) is not None:
+                with copy.lock:
+                    pass
 
-    def _import_rows(self, chunk: RowChunk) -> None:
-        index = self._tables.number(chunk.table)
-        rows = chunk_rows(self._store.config(index), chunk)
-        self._between_snapshots(lambda: self._space.retry(lambda: self._store.import_rows(index, rows), "receive"))
+    def _coming_ids(self, chunk: RowChunk, copy: _Copy) -> Ids:
+        """Returns the ids of a chunk. Raises StoreError unless they come from its sender."""
+        ids = chunk.arrays.get("ids")
+        if ids is None or ids.dtype != np.uint64 or ids.ndim != 1:
+            raise StoreError(f"Rows of table {chunk.table!r} need ids uint64 [n].", table=chunk.table)
+        if not copy.coming[batching.buckets_of(chunk.table, ids)].all():
+            raise StoreError(f"Rows of table {chunk.table!r} have come whose PS does not give them.", table=chunk.table)
+        return ids
 
-    def _between_snapshots(self, change: Callable[[], object]) -> None:
-        """Changes rows once no checkpoint reads them."""
-        retry(
-            change,
+    def _coming_rows(self, chunk: RowChunk, copy: _Copy) -> Rows:
+        self._coming_ids(chunk, copy)
+        return chunk_rows(self._store.config(self._tables.number(chunk.table)), chunk)
+
+    def _change(self, change: Callable[[], T]) -> T:
+        """Changes rows, once no checkpoint reads them and there is space."""
+        return retry(
+            lambda: self._space.retry(change, "receive"),
             transient=lambda error: isinstance(error, StoreError) and self._snapshots.reading,
             deadline=self._space.deadline(),
         )
 
     # --- maps ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, number: Round, buckets: BucketMap) -> bool:
-        """See `MovableRows.adopt`. Returns whether the map is another one than before."""
+    def adopt(self, number: Round, buckets: BucketMap, changing: Sequence[Callable[[], object]]) -> None:
+        """See `MovableRows.adopt`. Calls `changing` in order before this PS has another map."""
         with self._lock:
             if self._round == number and self._own.ended and buckets == self.buckets:
-                return False
+                return
             self._check_round(number)
             changes = buckets != self.buckets
             if changes:
@@ -287,14 +318,16 @@ class RowMoves:
                         f"{', '.join(map(str, donors))}, which have not come. Move them first.",
                         version=buckets.version,
                     )
-            self._owned.others |= changes
-            self._keep(number, buckets=buckets, ended=True, sealed=False, complete=None)
+            for call in changing if changes else ():
+                call()
+            others = self._own.others or changes
+            self._close_copies(list(self._copies))
+            self._keep(number, buckets=buckets, ended=True, sealed=False, complete=None, others=others)
             self._end_move()
-            self._copies = {}
             for index in self._tables.by_name.values() if changes else ():
                 self._store.end_import(index)
-            self._remove_foreign()
-            return changes
+            if others:
+                self._remove_foreign()
 
     def close(self) -> None:
         """Ends what is done in the background."""
@@ -308,9 +341,14 @@ class RowMoves:
         return Round(self._own.generation, self._own.number)
 
     def _keep(self, number: Round, **changes: Any) -> None:
+        """Stores what a round changes, with its number."""
+        self._store_own(**{"generation": number.generation, "number": number.number, "ended": False} | changes)
+
+    def _store_own(self, **changes: Any) -> None:
         """Changes what is stored in the regions, and then what this process has."""
-        changes = {"generation": number.generation, "number": number.number, "ended": False} | changes
         own = msgspec.structs.replace(self._own, **changes)
+        if own == self._own:
+            return
         if (regions := self._regions) is not None:
             self._space.retry(lambda: regions.remember_ownership(own), "move")
         self._owned.ownership = own

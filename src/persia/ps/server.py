@@ -410,12 +410,11 @@ class EmbeddingServer(MovableServer, StorageAccess):
             return self._setter.set(call, self._numbers.number(table), ids, values, state)
         finally:
             self._changes.forget()
+            self._moves.check(map_version)  # If it was sealed meanwhile, the rows may have come too late.
 
     def adopt(self, number: Round, buckets: BucketMap) -> None:
         """Ends a round of moves with a bucket map; see `persia.services.MovableRows`."""
-        if self._moves.adopt(number, buckets):
-            self._publishing.end(last=False)
-            self._changes.forget()
+        self._moves.adopt(number, buckets, [lambda: self._publishing.end(last=False), self._changes.forget])
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
@@ -474,6 +473,7 @@ class EmbeddingServer(MovableServer, StorageAccess):
             self._space.retry(lambda: self._store.import_rows(index, rows), "import_rows")
         finally:
             self._changes.forget()
+            self._moves.check(map_version)  # As for `set_rows`.
 
     def export_state(self) -> Iterator[list[StatePiece]]:
         """Yields the state besides rows: clocks, counters and admission sketches, in lists of about 64 MiB.

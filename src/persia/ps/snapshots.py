@@ -64,7 +64,8 @@ class StoreSnapshots:
     @property
     def reading(self) -> bool:
         """Whether there is a snapshot, during which no rows can be removed."""
-        return self._name is not None
+        with self._lock:
+            return self._name is not None
 
     def _begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> SnapshotInfo:
         self._end()

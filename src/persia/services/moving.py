@@ -121,7 +121,7 @@ class MovableRows(Protocol):
     def complete_move(self, number: Round, after: BucketMap) -> None:
         """Keeps the rows that have come for a map, also after a restart, until this PS adopts a map.
 
-        Call it once all donors have finished the move. No-op for a PS that gains no buckets.
+        Call it once all donors have finished the move. A PS that gains no buckets only notes the map.
 
         Raises:
             StoreError: rows of a donor are missing; the error names it. Begin again.

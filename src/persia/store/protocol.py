@@ -285,7 +285,8 @@ class EmbeddingStore(Protocol):
         """Removes the rows of a shard whose ids are in some buckets, and frees their memory.
 
         The shard is locked for a few thousand rows at a time; rows of these buckets must not be inserted meanwhile.
-        Other rows get other places, so a concurrent `iterate_rows` may miss some. `changes_since` is then 0.
+        Other rows get other places, so a concurrent `iterate_rows` may miss some. If there were any, `changes_since` is
+        then 0.
 
         Args:
             table: number of the table.

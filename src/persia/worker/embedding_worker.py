@@ -118,8 +118,16 @@ class Worker:
 
         Raises:
             ConfigError: the PSs are more or fewer than in their bucket map.
+            StaleMapError: their map is earlier than that of this embedding worker.
         """
         buckets = _map_of(servers)
+        if buckets.version < self._router.buckets.version:
+            raise StaleMapError(
+                f"The embedding PSs have bucket map {buckets.version}, and this embedding worker has bucket map "
+                f"{self._router.buckets.version}, a later one. Adopt a map once all PSs have it.",
+                routed=self._router.buckets.version,
+                current=buckets.version,
+            )
         self._servers = list(servers)
         self._router.buckets = buckets
 
@@ -247,6 +255,8 @@ class Worker:
                 if (known := self._outcome(header, batch_ids)) is not None:
                     return known  # The repeated call has just ended.
                 raise
+            for batch in batches:
+                self._check_servers(batch, len(self._servers))
             of_rows = [self._of_rows(batch, c) for batch, c in zip(batches, contributions, strict=True)]
             gradients, version = self._router.gradients_for(list(zip(batches, of_rows, strict=True)))
             answers = call_all(
@@ -348,13 +358,7 @@ class Worker:
         state: LookupState | None = None,
     ) -> LookedUp:
         """Calls each PS with its ids and the argument; `pushed` says whether gradients will be pushed."""
-        if batch.buckets.servers != len(lookups):
-            raise StaleMapError(
-                f"A batch is sorted for {batch.buckets.servers} embedding PSs, by bucket map {batch.buckets.version}, "
-                f"and there are {len(lookups)} now, with bucket map {self._router.buckets.version}. Look it up again.",
-                routed=batch.buckets.version,
-                current=self._router.buckets.version,
-            )
+        self._check_servers(batch, len(lookups))
         answers = call_all(
             [
                 functools.partial(lookup, self._router.ids_of(batch, number), argument, batch.buckets.version)
@@ -371,6 +375,16 @@ class Worker:
             return looked_up
         halves, scales = batching.encode_packed(cast("Packed[np.float32]", looked_up.rows), self._tables)
         return looked_up._replace(rows=cast("Packed[np.float32 | np.float16]", halves), scales=scales)
+
+    def _check_servers(self, batch: RoutedBatch, servers: int) -> None:
+        """Raises StaleMapError if a batch is sorted for another number of PSs."""
+        if batch.buckets.servers != servers:
+            raise StaleMapError(
+                f"A batch is sorted for {batch.buckets.servers} embedding PSs, by bucket map {batch.buckets.version}, "
+                f"and there are {servers} now, with bucket map {self._router.buckets.version}. Look it up again.",
+                routed=batch.buckets.version,
+                current=self._router.buckets.version,
+            )
 
     @contextlib.contextmanager
     def _sorted(self, batch_id: int) -> Iterator[BufferedBatch]:
