@@ -193,6 +193,7 @@ def test_health_tells_until_and_after_it_is_ready(caplog, monkeypatch):
             assert "not ready" in answer.json()["message"]
             assert "s3://" not in answer.text
         assert "persia_serve_ready{" in (await client.get("/metrics")).text
+        assert (await client.get("/live")).status_code == 200
         predictor.told.set()
         deadline = time.monotonic() + 30
         while (answer := await client.get("/health")).status_code != 200:
@@ -350,6 +351,19 @@ def test_bodies_that_are_held_are_limited():
     run(test, predictor, limits=ServeLimits(max_held_bytes=size + 10, deadline_ms=30_000))
 
 
+def test_a_server_that_stops_is_live_but_not_ready():
+    """So that Kubernetes sends it no more requests, and does not kill it while it answers the last ones."""
+
+    async def test(client):
+        assert (await client.get("/health")).status_code == 200
+        client._transport.app.state.server.stopping = True
+        answer = await client.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "stopping")
+        assert (await client.get("/live")).status_code == 200
+
+    run(test, FakePredictor())
+
+
 def test_a_key_is_needed_for_all_but_the_state():
     async def test(client):
         paths = ("/metrics", "/docs", "/openapi.json", "/x")
@@ -359,6 +373,7 @@ def test_a_key_is_needed_for_all_but_the_state():
                 assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
             assert (await client.post("/predict", json=BODY, headers=header)).status_code == 401
             assert (await client.get("/health", headers=header)).json() == {"status": "ready"}
+            assert (await client.get("/live", headers=header)).json() == {"status": "live"}
         good = {"Authorization": f"bearer {KEY}"}
         assert (await client.post("/predict", json=BODY, headers=good)).status_code == 200
         assert (await client.get("/health", headers=good)).json()["rows"] == 26

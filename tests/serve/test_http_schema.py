@@ -36,6 +36,7 @@ OPERATIONS = [
     ("/embeddings", "POST"),
     ("/retrieve", "POST"),
     ("/health", "GET"),
+    ("/live", "GET"),
     ("/metrics", "GET"),
 ]
 

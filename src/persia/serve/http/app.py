@@ -60,7 +60,7 @@ RESERVED_LAGS = 3
 START_SECONDS = 1.0
 """Timeout of an attempt to start the predictor, and the pause after it. Reading a snapshot may exceed it."""
 
-ROUTES = frozenset({"/predict", "/rank", "/embeddings", "/health", "/metrics", "/docs", "/openapi.json"})
+ROUTES = frozenset({"/predict", "/rank", "/embeddings", "/health", "/live", "/metrics", "/docs", "/openapi.json"})
 
 
 class _Model(NamedTuple):
@@ -191,6 +191,10 @@ class PredictionServer:
             content |= self._details()
         return Response(msgspec.json.encode(content), 200 if status == "ready" else 503, media_type=JSON)
 
+    async def live(self, _request: Request) -> Response:
+        """Handles `GET /live`: 200 also while the server loads or drains, when `/health` is 503."""
+        return Response(b'{"status":"live"}', media_type=JSON)
+
     async def expose(self, _request: Request) -> Response:
         """Handles `GET /metrics`."""
         body = await asyncio.to_thread(self._exposition)
@@ -206,10 +210,9 @@ class PredictionServer:
     async def docs(self, request: Request) -> Response:
         """Handles `GET /docs`."""
         try:
-            text = page(self._current().document, str(request.base_url).rstrip("/"))
+            return HTMLResponse(page(self._current().document, str(request.base_url).rstrip("/")), headers=PAGE_HEADERS)
         except Exception as error:
             return response_of(error)
-        return HTMLResponse(text, headers=PAGE_HEADERS)
 
     async def _start(self) -> None:
         while not self.stopping:
@@ -465,6 +468,7 @@ def create_app(
     if retriever is not None:
         app.add_route("/retrieve", server.retrieve, methods=["POST"])
     app.add_route("/health", server.health, methods=["GET"])
+    app.add_route("/live", server.live, methods=["GET"])
     app.add_route("/metrics", server.expose, methods=["GET"])
     app.add_route("/openapi.json", server.describe, methods=["GET"])
     app.add_route("/docs", server.docs, methods=["GET"])

@@ -105,6 +105,16 @@ def openapi(
                 },
             }
         },
+        "/live": {
+            "get": {
+                "summary": "Whether the server answers at all, also while it is not ready",
+                "operationId": "live",
+                "responses": {
+                    "200": _content("It answers.", _object({"status": {"enum": ["live"]}}, ["status"])),
+                    "403": _content(_ERRORS["403"], _ERROR),
+                },
+            }
+        },
         "/metrics": {
             "get": {
                 "summary": "Metrics for Prometheus",

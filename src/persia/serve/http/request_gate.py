@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OPEN", "Gate", "is_local"]
 
-OPEN = frozenset({"/health"})
+OPEN = frozenset({"/health", "/live"})
 """Paths that need no key. They must not reveal anything confidential without one."""
 
 _HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
