@@ -87,6 +87,24 @@ def test_each_day_trains_what_is_new(resume, tmp_path):
     assert resume()[1:] == (60, 14)
 
 
+def test_a_supervisor_repeats_one_command(config, tmp_path):
+    """It starts the run, continues it once there are new data, and has nothing to do without."""
+    folder, result = str(tmp_path / "run"), tmp_path / "result.json"
+    command = ("train", config, "--output", folder, "--continue", "--json", str(result))
+    persia(*command)
+    assert (json.loads(result.read_text())["rows"], list_checkpoints(folder)[-1].step) == (40, 4)
+    write(tmp_path / "data" / "1.csv", 1, 30)
+    persia(*command)
+    assert (json.loads(result.read_text())["rows"], list_checkpoints(folder)[-1].step) == (30, 7)
+    assert persia(*command).startswith("Nothing was left to train: at step 7")
+
+
+@pytest.mark.parametrize("options", [(), ("--output", "a", "--overwrite"), ("--output", "a", "--resume", "b")])
+def test_to_continue_needs_one_directory(config, options, capfd):
+    persia("train", config, "--continue", *options, ok=False)
+    assert "--continue needs --output, and does not go with --resume or --overwrite" in capfd.readouterr().err
+
+
 def test_changed_learning_rates_take_effect(resume, tmp_path, caplog):
     rates = ("--set", "optimizer.lr=0.0005", "--set", "embedding_optimizer={kind='adagrad', lr=0.01}")
     resume("--set", "train.epochs=2", *rates)

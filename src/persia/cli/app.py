@@ -27,6 +27,7 @@ from persia.cli.top import top
 from persia.cli.trace import trace
 from persia.cli.train import train
 from persia.cli.train_days import continual
+from persia.cli.waiting import wait_end, wait_hosts
 from persia.errors import PersiaError
 from persia.openmp import limit_spinning
 from persia.printable import say
@@ -43,6 +44,8 @@ app = typer.Typer(
     epilog="Start with `persia init YOUR_FILE.csv`, which writes files that train as they are.",
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+cluster_app.command("wait-hosts")(wait_hosts)
+cluster_app.command("wait-end")(wait_end)
 app.add_typer(cluster_app, name="cluster")
 app.command()(init)
 app.command()(export)  # Also `persia checkpoint export`.

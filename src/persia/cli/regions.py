@@ -12,12 +12,12 @@ from persia.printable import say
 
 __all__ = ["cluster_app"]
 
-cluster_app = typer.Typer(no_args_is_help=True, help="Manage shared-memory regions left on this host.")
+cluster_app = typer.Typer(no_args_is_help=True, help="Manage the hosts of a cluster.")
 
 
 @cluster_app.callback()
 def cluster() -> None:
-    """Manage shared-memory regions left on this host."""
+    """Manage the hosts of a cluster."""
 
 
 @cluster_app.command()

@@ -53,6 +53,13 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="Continue from a checkpoint in this directory.", metavar="DIR")
     ] = None,
+    continue_: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Continue the run that --output holds, if there is one; for supervisors that repeat the command.",
+        ),
+    ] = False,
     step: Step = None,
     again: Annotated[
         bool, typer.Option("--again", help="With --resume, train the data as if none of them had been trained.")
@@ -105,6 +112,8 @@ def train(
         out.print_toml(run.dump())
         return
     out.check_writable(json)
+    if continue_:
+        resume = _earlier_output(output, resume, overwrite)
     if step is not None and resume is None:
         raise ConfigError("--step names the checkpoint of --resume; give --resume DIR too.", field="step")
     which = step_choice(step)
@@ -123,6 +132,17 @@ def train(
         command = Command(config, overrides, json)
         options = _TrainOptions(ui, overwrite, again, restart_data, new_optimizer, refit, which)
         _train(run, command, resume, folder, options)
+
+
+def _earlier_output(output: str | None, resume: str | None, overwrite: bool) -> str | None:
+    """Returns the directory of --output if it holds a run, for --continue.
+
+    Raises:
+        ConfigError: the options name no directory to continue, or another one.
+    """
+    if output is None or resume is not None or overwrite:
+        raise ConfigError("--continue needs --output, and does not go with --resume or --overwrite.", field="continue")
+    return output if earlier_run.existing_step(output, None) is not None else None
 
 
 class _TrainOptions(NamedTuple):
