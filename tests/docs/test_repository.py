@@ -38,6 +38,24 @@ def test_the_image_has_extras_that_exist():
     assert set(extras) <= project["optional-dependencies"].keys()
 
 
+def test_the_image_is_pinned_and_runs_as_a_user():
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert {name for name, _ in instructions} <= {"FROM", "RUN", "COPY", "ARG", "USER", "WORKDIR", "ENTRYPOINT", "CMD"}
+    ignored = set((ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines())
+    for name, rest in instructions:
+        if name == "COPY" and "--from" not in rest:
+            source = rest.split()[0]
+            assert (ROOT / source).exists()
+            assert source not in ignored
+        if name == "RUN" and "pip install" in rest:
+            assert "--constraint /wheels/constraints.txt" in rest
+            assert '--extra-index-url "$TORCH_INDEX"' in rest
+    assert [rest for name, rest in instructions if name == "USER"] == ["1000"]
+    assert [rest for name, rest in instructions if name == "ENTRYPOINT"] == ['["tini", "--", "persia"]']
+    assert {".git", ".venv", "**/*.so"} <= ignored  # A core of this machine must not get into the wheel.
+
+
 @pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "CODE_OF_CONDUCT.md"])
 def test_links_lead_to_files(name):
     text = (ROOT / name).read_text(encoding="utf-8")
