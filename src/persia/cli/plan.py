@@ -69,6 +69,9 @@ def plan(
         float, typer.Option(help="Zipf exponent of the ids, for rows on SSD. Default: uniform, the worst case.")
     ] = 0.0,
     ray_file: Annotated[str | None, typer.Option(help="Write a cluster file for `ray up`.", metavar="FILE")] = None,
+    kubernetes: Annotated[
+        str | None, typer.Option(help="Write manifests for `kubectl apply -k` to this directory.", metavar="DIR")
+    ] = None,
     json: Annotated[str | None, typer.Option(help="Write the plan to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
     """Plan a deployment: memory, disk, hosts, network, rate and bottleneck.
@@ -94,9 +97,13 @@ def plan(
     request = request_of(run, measured, table_rows, kinds)._replace(samples_per_second=rate, zipf=zipf)
     deployment = plan_deployment(request)
     _print(deployment, request, measured, run.cluster.ray)
+    command = shlex.join(["persia", *sys.argv[1:]])
     if ray_file is not None:
-        text = cluster_file(deployment, shlex.join(["persia", *sys.argv[1:]]), run.cluster.ray.regions)
-        Path(ray_file).write_text(text, encoding="utf-8")
+        Path(ray_file).write_text(cluster_file(deployment, command, run.cluster.ray.regions), encoding="utf-8")
+    if kubernetes is not None:
+        from persia.cli.plan_pods import write_pods
+
+        write_pods(kubernetes, run, config, deployment, request, command)
     if json is not None:
         out.write_json(json, _record(deployment, request, measured))
 
