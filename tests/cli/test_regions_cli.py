@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from persia.ps.regions import Regions, leftovers
+from persia.ps.regions import LAYOUT, Regions, leftovers
 from persia.store import NativeStore, TableConfig
 
 pytestmark = pytest.mark.processes
@@ -32,6 +32,7 @@ def test_lists_and_cleans(tmp_path, regions):
     assert "in use" in text
     assert "left over" in text
     assert "item" in text
+    assert "3, not" not in text
     assert left.exists()
     text = regions("--directory", str(tmp_path), "--clean")
     assert "removed" in text
@@ -39,6 +40,18 @@ def test_lists_and_cleans(tmp_path, regions):
     assert [entry.path for entry in leftovers(str(tmp_path))] == [str(used)]
     assert not leftovers(str(tmp_path))[0].remove()
     assert used.exists()
+
+
+def test_shows_which_regions_this_version_cannot_read(tmp_path, regions):
+    directory = tmp_path / "persia-a" / "ps-0"
+    store = NativeStore()
+    Regions(str(directory)).create_or_attach(store, [TableConfig("item", 4, capacity=100)])
+    del store
+    for path in directory.glob("000-item.*"):
+        with path.open("r+b") as file:
+            file.seek(8)
+            file.write((LAYOUT + 1).to_bytes(4, "little"))
+    assert f"{LAYOUT + 1}, not {LAYOUT}" in regions("--directory", str(tmp_path))
 
 
 def test_a_directory_that_is_not_there(tmp_path, regions):

@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import persia
 from persia import rpc
 from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError, DeadlineError, StalePushError, StoreError, StoreFullError
 from persia.modes import Async, Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.regions import Regions
+from persia.ps.regions import LAYOUT, Regions, leftovers
 from persia.ps.space import SpaceWait
 from persia.schema import SGD, Adagrad, IdFeature, Schema, Table
 from persia.services import EmbeddingPS
@@ -52,15 +53,18 @@ class Server:
         self.servers = servers
         self.mode = mode
         self.address = "tcp://127.0.0.1:*"
+        self.next_version = persia.__version__
         self.start()
 
     def start(self):
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), self.address, self.regions, encode(self.mode), str(self.servers)],
+            [
+                sys.executable, str(SCRIPT), self.address, self.regions, encode(self.mode), str(self.servers),
+                self.next_version,
+            ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.address = self.process.stdout.readline().strip()
-        assert self.address
+        self.address, self.version = self.process.stdout.readline().split()
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
@@ -178,6 +182,16 @@ def assert_applied_once(mode, expected, found):
 @ON_ARRIVAL_AND_COMBINED
 def test_every_push_is_applied_once_through_deaths(servers, mode):
     assert_applied_once(mode, *trained_through(servers, 4, seed=1))
+
+
+@ON_ARRIVAL_AND_COMBINED
+def test_ps_of_another_version_take_over_one_by_one(servers, mode):
+    """As in an upgrade while training runs, between versions with the same layout of regions and of messages."""
+    for server in servers:
+        server.next_version = "0.2.99"
+    applied = trained_through(servers, 4, seed=1)
+    assert {server.version for server in servers} == {"0.2.99"}
+    assert_applied_once(mode, *applied)
 
 
 @pytest.mark.slow
@@ -332,6 +346,25 @@ def test_a_bad_manifest(root, text):
     (directory / "regions.json").write_bytes(text)
     with pytest.raises(StoreError, match="regions --clean"):
         make(directory)
+
+
+def test_regions_of_another_layout(root):
+    directory = root / "ps-0"
+    server = make(directory)
+    server.lookup({"item": np.arange(10, dtype=np.uint64)}, True)
+    del server
+    gc.collect()
+    assert [left.layout for left in leftovers(str(root), "ps-*")] == [LAYOUT]
+    for path in directory.glob("000-item.*"):
+        with path.open("r+b") as file:
+            file.seek(8)
+            file.write((LAYOUT + 1).to_bytes(4, "little"))
+    with pytest.raises(
+        StoreError, match=f"have layout {LAYOUT + 1}, and this version of persia reads layout {LAYOUT}. Start"
+    ):
+        make(directory)
+    assert [left.layout for left in leftovers(str(root), "ps-*")] == [LAYOUT + 1]
+    assert directory.exists()
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):

@@ -38,8 +38,11 @@ def regions(
     A cluster removes its regions when it ends. They are left over if its driver is killed. Rows on disk are removed
     with the regions that they belong to; if the host has restarted, only they are left, in the directory `spill` of
     their tables. Do not clean while a cluster recovers: a PS that restarts does not use its regions for a moment.
+
+    A PS of this version of persia can continue with regions of the layout that this version has. Of another layout, the
+    list says which this version needs.
     """
-    from persia.ps.regions import leftovers
+    from persia.ps.regions import LAYOUT, leftovers
     from persia.telemetry.terminal import DataConsole, Grid
 
     if not os.path.isdir(directory):
@@ -51,7 +54,9 @@ def regions(
     if not entries:
         say(f"There are no regions in {directory}.")
         return
-    table = Grid("regions", "tables", "MiB", "MiB on disk", "started", "", text=("regions", "tables", "started", ""))
+    table = Grid(
+        "regions", "tables", "MiB", "MiB on disk", "layout", "started", "", text=("regions", "tables", "started", "")
+    )
     for entry in entries:
         state = "in use" if entry.in_use else ("removed" if clean and entry.remove() else "left over")
         tables = ", ".join(entry.tables) or "(never completed)"
@@ -60,6 +65,7 @@ def regions(
             tables,
             f"{entry.memory / (1 << 20):,.1f}",
             f"{entry.disk / (1 << 20):,.1f}",
+            "-" if entry.layout is None else f"{entry.layout}{'' if entry.layout == LAYOUT else f', not {LAYOUT}'}",
             f"{entry.seconds / 60:,.0f} min ago",
             state,
         )

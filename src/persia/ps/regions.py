@@ -33,6 +33,7 @@ from persia.telemetry.logs import get_logger
 
 __all__ = [
     "DEFAULT_ROOT",
+    "LAYOUT",
     "Leftover",
     "Regions",
     "leftovers",
@@ -49,6 +50,12 @@ STEP = struct.Struct("<QQ")
 """Generation and turn + 1 of the last applied step of a barrier. The file is an array of these."""
 
 FORMAT = 1
+
+LAYOUT = 3
+"""Version of the layout of a region: `kFormat` in `cpp/include/persia/layout.hpp`."""
+HEADER = struct.Struct("<QI")
+"""The beginning of a region: its magic number, and the version of its layout."""
+MAGIC = int.from_bytes(b"PERSIA01", "little")
 
 log = get_logger("persia.ps")
 
@@ -113,6 +120,7 @@ class Regions:
                 "`persia cluster regions --clean`.",
                 path=str(self.directory),
             )
+        self._check_layout()
         if manifest is None:
             spill.create()
         numbers = [
@@ -139,6 +147,17 @@ class Regions:
             sums["shards"], sums["busy"], sums["undone"], sums["open"], sums["rebuilt"],
         )  # fmt: skip
         return True
+
+    def _check_layout(self) -> None:
+        """Raises StoreError if another version of persia has written regions that this one cannot read."""
+        if self.complete and (other := _layout(self.directory)) not in (None, LAYOUT):
+            raise StoreError(
+                f"The regions in {self.directory} have layout {other}, and this version of persia reads layout "
+                f"{LAYOUT}. Start the version that wrote them again; or stop the run so that it saves a checkpoint, "
+                "remove them with `persia cluster regions --clean`, and resume from the checkpoint.",
+                path=str(self.directory),
+                layout=other,
+            )
 
     def remember(self, mode: str) -> None:
         """Stores the mode of the PS for the next process.
@@ -261,6 +280,7 @@ class Leftover(NamedTuple):
         in_use: whether a process has the files open.
         seconds: seconds since the start of the PS.
         disk: bytes of rows on disk.
+        layout: version of the layout of the regions; None without regions. Another one than `LAYOUT` cannot be read.
     """
 
     path: str
@@ -269,6 +289,7 @@ class Leftover(NamedTuple):
     in_use: bool
     seconds: float
     disk: int
+    layout: int | None = None
 
     def remove(self) -> bool:
         """Removes the files, unless a process has opened them. Returns whether they were removed."""
@@ -309,6 +330,7 @@ def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Lef
                     any(_in_use(path) for path in files),
                     time.time() - directory.stat().st_mtime,
                     sum(_blocks(path) for path in files if _is_cold(path)),
+                    _layout(directory),
                 )
             )
         except OSError:  # It is being removed.
@@ -329,6 +351,19 @@ def taken_space(directory: str) -> int:
 def _all_files(directory: Path) -> list[Path]:
     """Returns the files of a PS, including its rows on disk."""
     return _files(directory) + [path for place in spill_places(directory) for path in cold_files(place)]
+
+
+def _layout(directory: Path) -> int | None:
+    """Returns the version of the layout of a PS's regions; None if there are none. They are damaged if it is wrong."""
+    for path in _files(directory):
+        try:
+            with path.open("rb") as file:
+                magic, version = HEADER.unpack(file.read(HEADER.size))
+        except (OSError, struct.error):
+            continue
+        if magic == MAGIC and not _is_cold(path):
+            return int(version)
+    return None
 
 
 def _is_cold(path: Path) -> bool:
