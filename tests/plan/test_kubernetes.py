@@ -17,7 +17,6 @@ from pathlib import Path
 import click
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from persia.cli.app import app
 from persia.cluster.ray.layout import REGIONS, HostLayout, RayNode, demands_of
@@ -25,6 +24,8 @@ from persia.errors import ConfigError
 
 yaml = pytest.importorskip("yaml")
 jsonschema = pytest.importorskip("jsonschema")
+
+from support.planned_pods import Manifests, container_of, plan_pods, save_rates  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes_schema.json").read_text(encoding="utf-8"))
@@ -71,30 +72,6 @@ CASES = {
 ROWS = ["--rows", "id_0=1e6", "--rows", "id_1=1e7"]
 
 
-def save_rates(path):
-    """Writes made-up rates of the run."""
-    from persia import plan
-    from persia.cli.plan import run_key
-    from persia.cli.run_config import RunConfig
-    from persia.config import convert, load
-    from persia.plan.rates import BatchShape, CheckpointRate, DiskRate, RowRate, StepRate, WireRate, WorkloadRate
-
-    names = ("id_0", "id_1")
-    shape = BatchShape(256, dict.fromkeys(names, 256.0), dict.fromkeys(names, 200.0), {}, 1024.0, 5000)
-    workloads = {}
-    for overrides in ([], ["model.kind=own:Net"]):
-        key = run_key(convert(load(str(path / "run.toml"), overrides), RunConfig, "run.toml"))
-        workloads[key] = WorkloadRate("run.toml", shape, 1e-4, 1e-4, 1e-5, StepRate("cpu", 0.002, 0.002))
-    plan.save_rates(
-        str(path / "rates.json"),
-        plan.Rates(
-            1, [plan.RateSource("here", 2, "0", "today", "")], {"4/float32/adagrad": RowRate(1e-7, 1e-7, 1000)},
-            workloads, checkpoint=CheckpointRate(1e7, 1e7, 0.5), disk=DiskRate("/ssd", 1e5, 1e9),
-            wire=WireRate(1e-5, 1e-9, 1e9),
-        ),
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     """Returns a function that plans in a folder with a configuration, and returns what was printed."""
@@ -103,40 +80,22 @@ def planned(tmp_path_factory):
     (folder / "hosts.toml").write_text(HOSTS)
     (folder / "shared.py").write_text("# Imported by the configuration.\n")
     (folder / "own.py").write_text("class Net:\n    pass\n")
-    save_rates(folder)
-    names = {"run.toml": str(folder / "run.toml"), "hosts.toml": str(folder / "hosts.toml")}
-    options = ["--rates", str(folder / "rates.json"), "--json", str(folder / "plan.json"), *ROWS]
+    config, hosts, rates = folder / "run.toml", folder / "hosts.toml", folder / "rates.json"
+    save_rates(rates, config, ["model.kind=own:Net"])
 
-    def run(target, *arguments):
-        words = ["plan", "run.toml", "--hosts", "hosts.toml", *options, "--kubernetes", str(target), *arguments]
-        result = CliRunner().invoke(app, [names.get(word, word) for word in words])
-        if result.exception is not None:
-            raise result.exception
-        return " ".join(result.output.split()), json.loads((folder / "plan.json").read_text())
+    def run(target, *options):
+        printed = plan_pods(config, hosts, rates, target, *ROWS, "--json", str(folder / "plan.json"), *options)
+        return printed, json.loads((folder / "plan.json").read_text())
 
-    run.folder = folder
     return run
 
 
-class Written:
-    """The files of a case."""
+class Written(Manifests):
+    """The files of a case, what the command printed, and its plan."""
 
     def __init__(self, folder, printed, plan):
-        self.folder, self.printed, self.plan = folder, printed, plan
-        self.files = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
-        self.kustomization = yaml.safe_load(self.files["kustomization.yaml"])
-        resources = self.kustomization["resources"]
-        self.objects = [each for name in resources for each in yaml.safe_load_all(self.files[name])]
-
-    def of(self, kind):
-        return {each["metadata"]["name"]: each for each in self.objects if each["kind"] == kind}
-
-    def pods(self):
-        return {
-            name: each["spec"]["template"]
-            for kind in ("Job", "StatefulSet", "Deployment")
-            for name, each in self.of(kind).items()
-        }
+        super().__init__(folder)
+        self.printed, self.plan = printed, plan
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -149,11 +108,6 @@ def written(request, planned, tmp_path_factory):
 def volume(planned, tmp_path_factory):
     folder = tmp_path_factory.mktemp("volume")
     return Written(folder, *planned(folder, *CASES["volume"]))
-
-
-def container_of(template):
-    (container,) = template["spec"]["containers"]
-    return container
 
 
 def problems(each):
@@ -500,7 +454,10 @@ def test_kustomize_renders(volume):
         pytest.skip("kubectl is not installed.")
     done = subprocess.run(["kubectl", "kustomize", str(volume.folder)], capture_output=True, text=True, check=True)
     rendered = list(yaml.safe_load_all(done.stdout))
-    assert len(rendered) == len(volume.objects) + 1
+    kinds = Counter(each["kind"] for each in rendered)
+    assert kinds == Counter(each["kind"] for each in volume.objects) - Counter(PersistentVolumeClaim=1) + Counter(
+        ConfigMap=1
+    )
     for each in rendered:
         assert each["metadata"]["namespace"] == "persia"
         if each["kind"] != "ConfigMap":

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from persia.plan.kubernetes.pods import ACCOUNT, IMAGE, PodPlan, labels, metadata
+from persia.plan.kubernetes.pods import ACCOUNT, IMAGE, PodPlan, metadata
 from persia.plan.kubernetes.serving import NAME, SERVERS, serving_manifests
 from persia.plan.kubernetes.training import training_manifests
 from persia.plan.kubernetes.yaml_text import yaml_text
@@ -24,12 +24,14 @@ def kubernetes_files(request: PodPlan) -> dict[str, str]:
         ConfigError: the name of a kind of hosts does not fit Kubernetes.
     """
     manifests = {
-        "common.yaml": _common(request),
+        "common.yaml": [_account()],
         "training.yaml": training_manifests(request),
         "serving.yaml": serving_manifests(request),
     }
     files = {name: _text(request, documents) for name, documents in manifests.items() if documents}
     files["kustomization.yaml"] = _text(request, [_kustomization(request, list(files))])
+    if request.shared:  # Not a resource: `kubectl delete -k` must not delete the checkpoints.
+        files["storage.yaml"] = _text(request, [_storage(request)])
     return {**files, "config.toml": f"# {request.command}\n{request.config}", **request.modules}
 
 
@@ -49,26 +51,23 @@ def _kustomization(request: PodPlan, manifests: list[str]) -> dict[str, Any]:
     return values
 
 
-def _common(request: PodPlan) -> list[dict[str, Any]]:
-    common: list[dict[str, Any]] = [
-        {
-            "apiVersion": "v1",
-            "kind": "ServiceAccount",
-            "metadata": {"name": ACCOUNT, "labels": {"app.kubernetes.io/name": labels("")["app.kubernetes.io/name"]}},
-            "automountServiceAccountToken": False,
-        }
-    ]
-    if request.shared:
-        size = f"{math.ceil(request.stored_bytes / (1 << 30))}Gi"
-        common.append(
-            {
-                "apiVersion": "v1",
-                "kind": "PersistentVolumeClaim",
-                "metadata": metadata("persia-storage", "storage"),
-                "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}},
-            }
-        )
-    return common
+def _account() -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": ACCOUNT, "labels": {"app.kubernetes.io/name": "persia"}},
+        "automountServiceAccountToken": False,
+    }
+
+
+def _storage(request: PodPlan) -> dict[str, Any]:
+    size = f"{math.ceil(request.stored_bytes / (1 << 30))}Gi"
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata("persia-storage", "storage"),
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}},
+    }
 
 
 def _text(request: PodPlan, documents: Sequence[dict[str, Any]]) -> str:

@@ -39,7 +39,7 @@ OWNER_READS = 0o400
 
 
 class PodPlan(NamedTuple):
-    """What the manifests of a run are made from.
+    """The input of the manifests of a run.
 
     Attributes:
         plan: the plan.
@@ -115,7 +115,7 @@ def pod(
     """Returns the template of a pod, with the volumes of the configuration and of the shared storage.
 
     Args:
-        request: what the manifests are made from.
+        request: input of the manifests.
         component: component of the pod.
         containers: its containers, which also get the mounts of these volumes.
         volumes: further volumes.
