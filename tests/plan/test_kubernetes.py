@@ -370,6 +370,42 @@ def test_the_configuration_is_the_run_in_pods(written):
     assert ("trainer.publish" in written.printed) == (run.trainer.publish is None)
 
 
+def test_urls_stay(planned, tmp_path):
+    written = Written(tmp_path, *planned(tmp_path, *CASES["urls"]))
+    (train,) = [words for words in words_of(written) if words[:2] == ["persia", "train"]]
+    (serve,) = [words for words in words_of(written) if words[:2] == ["persia", "serve"]]
+    assert (train[4], serve[2]) == ("s3://bucket/run", "kafka://broker/rows")
+    assert "storage.yaml" not in written.files
+
+
+def test_rows_on_disk_have_a_claim(tmp_path):
+    (tmp_path / "clicks.csv").write_text("id_0,id_1,click\n1,2,1\n")
+    data = 'kind = "csv"\npath = "clicks.csv"\n[schema]\nlabels = ["click"]\nid_features = [\n'
+    data += '  { name = "id_0", dim = 4, kind = "number" }, { name = "id_1", dim = 4, kind = "number" }]\n'
+    data += 'tables = [{ name = "id_1", dim = 4, spill = "/mnt/ssd", capacity = 100_000_000 },\n'
+    data += '  { name = "id_0", dim = 4, spill = "/mnt/other", capacity = 1_000_000 }]'
+    run, count = re.subn(
+        r'kind = "synthetic".*?(?=\n\[mode)', data, RUN.replace('imports = ["shared"]', ""), flags=re.DOTALL
+    )
+    assert count == 1
+    (tmp_path / "run.toml").write_text(run)
+    (tmp_path / "hosts.toml").write_text(HOSTS.replace('"10GB"', '"1GB"\ndisk = "100GB"', 1))
+    save_rates(tmp_path / "rates.json", tmp_path / "run.toml")
+    files = [tmp_path / name for name in ("run.toml", "hosts.toml", "rates.json", "out")]
+    printed = plan_pods(*files, "--rows", "id_0=1e6", "--json", str(tmp_path / "plan.json"))
+    written = Written(tmp_path / "out", printed, json.loads((tmp_path / "plan.json").read_text()))
+    assert "clicks.csv: it must be in the image, or below /srv/persia" in printed
+    rows = written.of("StatefulSet")["persia-hosts-row-hosts"]
+    mounts = [each for each in container_of(rows["spec"]["template"])["volumeMounts"] if each["name"] == "disk"]
+    found = {mount["mountPath"]: mount["subPath"] for mount in mounts}
+    assert found == {"/mnt/other": "rows-0", "/mnt/ssd": "rows-1"}
+    (claim,) = rows["spec"]["volumeClaimTemplates"]
+    size = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) << 30
+    (host,) = [each for each in written.plan["hosts"] if "embedding_ps" in each["roles"]]
+    assert host["disk"] < size < 2 * host["disk"] + (2 << 30)
+    assert problems(rows) == []
+
+
 def test_a_network_of_the_user_is_in_every_pod(volume):
     assert volume.files["own.py"].startswith("class Net")
     assert "own.py" in volume.kustomization["configMapGenerator"][0]["files"]
