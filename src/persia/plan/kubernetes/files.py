@@ -40,7 +40,7 @@ def _kustomization(request: PodPlan, manifests: list[str]) -> dict[str, Any]:
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "namespace": "persia",
-        "images": [{"name": IMAGE, "newName": "registry.example.com/persia", "newTag": "latest"}],
+        "images": [{"name": IMAGE, "newName": IMAGE, "newTag": "latest"}],
     }
     if "serving.yaml" in manifests:
         values["replicas"] = [{"name": NAME, "count": SERVERS}]

@@ -24,8 +24,8 @@ __all__ = [
     "spread",
 ]
 
-IMAGE = "persia"
-"""Name that `images` of the kustomization replaces by the registry's."""
+IMAGE = "registry.example.com/persia"
+"""Name that `images` of a kustomization replaces by the registry's."""
 USER = 1000
 """The user of the image; see the `Dockerfile`."""
 ACCOUNT = "persia"
