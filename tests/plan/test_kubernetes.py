@@ -30,6 +30,7 @@ from support.planned_pods import Manifests, container_of, plan_pods, save_rates 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes_schema.json").read_text(encoding="utf-8"))
 MIB = 1 << 20
+SERVING = {"persia serve": "persia-serve", "persia serve-rows": "persia-rows"}
 VARIABLES = {"HOME", "PYTHONPATH"}
 """Environment variables that are not persia's."""
 
@@ -68,6 +69,7 @@ CASES = {
     "volume": ["--set", "trainer.publish.url=changes", "--set", "model.kind=own:Net"],
     "urls": ["--set", "trainer.checkpoint_dir=s3://bucket/run", "--set", "trainer.publish.url=kafka://broker/rows"],
     "training": ["--set", "cluster.ray.regions=/mnt/regions"],
+    "parts": ["--set", "trainer.publish.url=changes", "--rows", "id_1=2e8"],
 }
 ROWS = ["--rows", "id_0=1e6", "--rows", "id_1=1e7"]
 
@@ -182,7 +184,8 @@ def test_what_objects_name_exists(written):
         for each in container.get("env", []):
             assert each["name"] in VARIABLES or f'"{each["name"]}"' in (ROOT / "src/persia/rpc/keys.py").read_text()
             if each["name"] == "PERSIA_CURVE_KEYS":
-                assert each["value"] == "/etc/persia/keys/keys"
+                (mount,) = [m["name"] for m in container["volumeMounts"] if f"{m['mountPath']}/keys" == each["value"]]
+                assert volumes[mount]["secret"]["secretName"] == "persia-keys"
     for each in written.objects:
         spec, kind = each.get("spec", {}), each["kind"]
         if kind == "Service":
@@ -194,7 +197,7 @@ def test_what_objects_name_exists(written):
         if kind == "PodDisruptionBudget":
             assert spec["selector"]["matchLabels"] in labels.values()
     (key,) = written.of("NetworkPolicy")["persia-training"]["spec"]["podSelector"]["matchExpressions"]
-    training = {name: found[key["key"]] for name, found in labels.items() if name != "persia-serve"}
+    training = {name: found[key["key"]] for name, found in labels.items() if name not in SERVING.values()}
     assert sorted(key["values"]) == sorted(training.values())
 
 
@@ -207,7 +210,7 @@ def words_of(written):
         if command[:2] == ["sh", "-ec"]:
             (script,) = command[2:]
             for line in script.splitlines():
-                words = shlex.split(line)
+                words = shlex.split(line.replace("${HOSTNAME##*-}", "0"))  # The number of the pod.
                 if words[0] in ("exec", "until"):
                     words = words[1:]
                 if "do" in words:
@@ -245,7 +248,7 @@ def test_commands_are_those_of_the_programs(written):
         else:
             assert words[0] in ("ulimit", "sleep")
     kinds = len(written.plan["hosts"])
-    serving = {"persia serve": 1} if "persia-serve" in written.pods() else {}
+    serving = {name: 1 for name, pod in SERVING.items() if pod in written.pods()}
     assert names == {
         "ray start": 1 + kinds, "ray health-check": kinds, "persia train": 1, "persia cluster wait-hosts": 1,
         "persia cluster wait-end": kinds, "persia cluster regions": kinds, **serving,
@@ -406,6 +409,29 @@ def test_rows_on_disk_have_a_claim(tmp_path):
     assert problems(rows) == []
 
 
+def test_row_servers_have_what_does_not_fit_into_a_server(planned, tmp_path):
+    written = Written(tmp_path, *planned(tmp_path, *CASES["parts"]))
+    rows = written.of("StatefulSet")["persia-rows"]
+    parts = rows["spec"]["replicas"]
+    (serve,) = [words for words in words_of(written) if words[:2] == ["persia", "serve"]]
+    (part,) = [words for words in words_of(written) if words[:2] == ["persia", "serve-rows"]]
+    assert part[2] == serve[2]
+    assert part[part.index("--part") + 1] == f"0/{parts}"
+    port = part[part.index("--address") + 1].rpartition(":")[2]
+    addresses = [serve[i + 1] for i, word in enumerate(serve) if word == "--rows"]
+    name = rows["spec"]["serviceName"]
+    assert addresses == [f"tcp://persia-rows-{number}.{name}:{port}" for number in range(parts)]
+    assert int(port) == container_of(rows["spec"]["template"])["ports"][0]["containerPort"]
+    largest = max(host["kind"]["memory"] for host in written.plan["hosts"])
+    served = 201_000_000 * (4 * 4 + 35)
+    _, memory = amounts(container_of(rows["spec"]["template"]))
+    assert 3 * served / parts < memory <= largest
+    assert amounts(container_of(written.pods()["persia-serve"]))[1] < 2 * served < largest + 2 * served
+    (rule,) = written.of("NetworkPolicy")["persia-rows"]["spec"]["ingress"]
+    assert rule["from"][0]["podSelector"]["matchLabels"] == written.pods()["persia-serve"]["metadata"]["labels"]
+    assert rows["spec"]["updateStrategy"] == {"type": "OnDelete"}
+
+
 def test_a_network_of_the_user_is_in_every_pod(volume):
     assert volume.files["own.py"].startswith("class Net")
     assert "own.py" in volume.kustomization["configMapGenerator"][0]["files"]
@@ -424,7 +450,7 @@ def test_pods_stop_cleanly(written):
     assert written.of("Job")["persia-train"]["spec"]["podReplacementPolicy"] == "Failed"
     seconds = driver["spec"]["terminationGracePeriodSeconds"]
     assert seconds > 2 * written.plan["checkpoint_seconds"] > 60
-    server = pods.pop("persia-serve", None)
+    server, _ = pods.pop("persia-serve", None), pods.pop("persia-rows", None)
     for template in pods.values():
         hook = container_of(template)["lifecycle"]["preStop"]["exec"]["command"]
         assert hook[:3] == ["persia", "cluster", "wait-end"]
@@ -480,7 +506,7 @@ def test_pods_have_few_rights(written):
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
         secrets = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
-        assert [secret["defaultMode"] for secret in secrets] == [0o400]
+        assert {secret["defaultMode"] for secret in secrets} == {0o400}
 
 
 @pytest.mark.processes

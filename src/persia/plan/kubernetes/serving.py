@@ -1,4 +1,8 @@
-"""Manifests of prediction servers, which follow the log of changes of a training."""
+"""Manifests of prediction servers, which follow the log of changes of a training.
+
+If the rows do not fit into a server, row servers hold parts of them. A server has as much memory as the largest kind of
+host in the plan, at most.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +19,37 @@ from persia.plan.kubernetes.pods import (
     secret_volume,
     spread,
 )
+from persia.plan.kubernetes.row_servers import (
+    PROGRAM_BYTES,
+    SERVER,
+    parts_for,
+    row_server_address,
+    row_server_manifests,
+)
 
 __all__ = ["serving_manifests"]
 
-SERVER = "server"
 NAME = "persia-serve"
 PORT = 8080
 SERVERS = 2
 CORES = "4"
-PROGRAM_BYTES = 4 << 30
-"""Memory of a server without its rows."""
 LEAVE_SECONDS = 10
 """Time between the end of a pod's address and SIGTERM: balancers learn late, and a stopping server refuses them."""
 DRAIN_SECONDS = 30
 LOAD_SECONDS = 3600
 """Time that a new server may take to read a snapshot."""
+EPOCHS = 2
+"""Rows that a server holds at most: of the served epoch, and of a new one that it reads."""
 
 
 def serving_manifests(request: PodPlan) -> list[dict[str, Any]]:
     """Returns the objects of the prediction servers; none if the run publishes nowhere."""
     if request.changes is None:
         return []
+    parts = _parts(request)
     selector = {"matchLabels": labels(SERVER)}
     return [
+        *(row_server_manifests(request, request.changes, parts) if parts else []),
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -55,7 +67,7 @@ def serving_manifests(request: PodPlan) -> list[dict[str, Any]]:
                 # An old server stops once a new one is ready.
                 "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
                 "selector": selector,
-                "template": _template(request, request.changes),
+                "template": _template(request, request.changes, parts),
             },
         },
         {
@@ -77,15 +89,23 @@ def serving_manifests(request: PodPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _template(request: PodPlan, changes: str) -> dict[str, Any]:
+def _parts(request: PodPlan) -> int:
+    """Returns the number of row servers; 0 if each server has all rows."""
+    largest = max(host.kind.memory for host in request.plan.hosts)
+    return 0 if PROGRAM_BYTES + EPOCHS * request.served_bytes <= largest else parts_for(request.served_bytes, largest)
+
+
+def _template(request: PodPlan, changes: str, parts: int) -> dict[str, Any]:
     command = [
         "persia", "serve", changes, "--host", "0.0.0.0", "--port", str(PORT), "--key-file", "/etc/persia/keys/keys",
         "--cache-dir", "/var/cache/persia", "--drain-seconds", str(DRAIN_SECONDS),
     ]  # fmt: skip
     if request.model_module is not None:
         command += ["--import", request.model_module]
-    # A new epoch is read into new memory, and then replaces the served one.
-    resources = {"cpu": CORES, "memory": mebibytes(PROGRAM_BYTES + 2 * request.served_bytes)}
+    for part in range(parts):
+        command += ["--rows", row_server_address(part)]
+    memory = PROGRAM_BYTES + (0 if parts else EPOCHS * request.served_bytes)
+    resources = {"cpu": CORES, "memory": mebibytes(memory)}
     mounts = {"keys": "/etc/persia/keys", "cache": "/var/cache/persia", "tmp": "/tmp"}
     server = container("server", command, resources, mounts)
     server["securityContext"]["readOnlyRootFilesystem"] = True
@@ -103,6 +123,10 @@ def _template(request: PodPlan, changes: str) -> dict[str, Any]:
         {"name": "cache", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
     ]
+    if parts:  # Row servers admit the keys of the roles.
+        server["env"].append({"name": "PERSIA_CURVE_KEYS", "value": "/etc/persia/row-keys/keys"})
+        server["volumeMounts"].append({"name": "row-keys", "mountPath": "/etc/persia/row-keys"})
+        volumes.append(secret_volume("row-keys", "persia-keys"))
     template = pod(request, SERVER, [server], volumes, LEAVE_SECONDS + DRAIN_SECONDS + 20)
     template["spec"]["affinity"] = spread(SERVER, required=False)
     return template
