@@ -25,7 +25,7 @@ kind = "ray"
 [trainer]
 publish = { url = "changes" }
 """
-HOSTS = '[[hosts]]\nname = "hosts"\ncores = 8\nmemory = "10GB"\nnetwork = "10Gbit/s"\n'
+HOSTS = '[[hosts]]\nname = "hosts"\ncores = 8\nmemory = "20GB"\nnetwork = "10Gbit/s"\n'
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def manifests(tmp_path_factory):
     files[0].write_text(RUN)
     files[1].write_text(HOSTS)
     save_rates(files[2], files[0])
-    plan_pods(*files, "--rows", "id_0=1000", "--rows", "id_1=1000")
+    plan_pods(*files, "--rows", "id_0=1000", "--rows", "id_1=200M")
     return Manifests(files[3])
 
 
@@ -49,11 +49,13 @@ def test_objects_exist(manifests):
 
 
 def test_selectors_select(manifests):
+    assert "persia-rows" in manifests.of("StatefulSet")
     selectors = [line for line in COMMANDS if " -l " in line]
     assert selectors
     for line in selectors:
         kind, key, value = re.search(r"delete (\w+) -l ([\w./-]+)=([\w-]+)", line).groups()
-        assert all(each["metadata"]["labels"][key] == value for each in manifests.of(KINDS[kind]).values())
+        found = {name for name, each in manifests.of(KINDS[kind]).items() if each["metadata"]["labels"][key] == value}
+        assert found == {"persia-hosts-hosts"}  # Not the row servers.
 
 
 def test_namespaces_images_and_files_are_those_of_the_kustomization(manifests):

@@ -196,9 +196,10 @@ def test_what_objects_name_exists(written):
             assert spec["serviceName"] in written.of("Service")
         if kind == "PodDisruptionBudget":
             assert spec["selector"]["matchLabels"] in labels.values()
-    (key,) = written.of("NetworkPolicy")["persia-training"]["spec"]["podSelector"]["matchExpressions"]
-    training = {name: found[key["key"]] for name, found in labels.items() if name not in SERVING.values()}
-    assert sorted(key["values"]) == sorted(training.values())
+    policy = written.of("NetworkPolicy")["persia-training"]["spec"]
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+    selected = policy["podSelector"]["matchLabels"].items()
+    assert {name for name, found in labels.items() if selected <= found.items()} == labels.keys() - SERVING.values()
 
 
 def words_of(written):

@@ -19,6 +19,7 @@ __all__ = [
     "labels",
     "mebibytes",
     "metadata",
+    "part_labels",
     "pod",
     "secret_volume",
     "spread",
@@ -34,6 +35,8 @@ RUN_DIRECTORY = "/etc/persia/run"
 STORAGE_DIRECTORY = "/srv/persia"
 """The volume that all pods share."""
 KEYS_FILE = "/etc/persia/keys/keys"
+SERVING = ("server", "rows")
+"""Components of serving; all others are of the training."""
 OWNER_READS = 0o400
 """Mode of a secret. Kubernetes makes it 0440, for `fsGroup`: the file belongs to root, and persia is not root."""
 
@@ -75,9 +78,15 @@ class PodPlan(NamedTuple):
         return 60 + math.ceil(2 * self.plan.checkpoint_seconds)
 
 
+def part_labels(part: str) -> dict[str, str]:
+    """Returns the labels by which all pods of a part are selected: "training" or "serving"."""
+    return {"app.kubernetes.io/name": "persia", "app.kubernetes.io/part-of": f"persia-{part}"}
+
+
 def labels(component: str) -> dict[str, str]:
     """Returns the labels by which a component's pods are selected."""
-    return {"app.kubernetes.io/name": "persia", "app.kubernetes.io/component": component}
+    part = "serving" if component in SERVING else "training"
+    return {**part_labels(part), "app.kubernetes.io/component": component}
 
 
 def metadata(name: str, component: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from persia.plan.kubernetes.pods import (
     labels,
     mebibytes,
     metadata,
+    part_labels,
     pod,
     secret_volume,
     spread,
@@ -63,7 +64,6 @@ def training_manifests(request: PodPlan) -> list[dict[str, Any]]:
             f"{', '.join(host.kind.name for host in request.plan.hosts)}. Rename them in the file of --hosts.",
             field="hosts",
         )
-    components = [DRIVER, *names]
     manifests = [_service(TRAIN, DRIVER, "gcs", RAY_PORT), _job(request)]
     for host in request.plan.hosts:
         component = _component(host)
@@ -72,7 +72,7 @@ def training_manifests(request: PodPlan) -> list[dict[str, Any]]:
             _stateful_set(request, host),
             _budget(host),
         ]
-    return [*manifests, _policy(components)]
+    return [*manifests, _policy()]
 
 
 def _component(host: HostPlan) -> str:
@@ -206,13 +206,9 @@ def _budget(host: HostPlan) -> dict[str, Any]:
     }
 
 
-def _policy(components: list[str]) -> dict[str, Any]:
+def _policy() -> dict[str, Any]:
     """Returns the rule that only pods of the training reach it: Ray and the group of NN workers have no keys."""
-    key = "app.kubernetes.io/component"
-    selector = {
-        "matchLabels": {"app.kubernetes.io/name": "persia"},
-        "matchExpressions": [{"key": key, "operator": "In", "values": components}],
-    }
+    selector = {"matchLabels": part_labels("training")}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
