@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -86,11 +87,14 @@ def test_a_kustomization_of_the_users_own_changes_the_values(manifests):
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGES["kubernetes.md"], re.DOTALL)
     own = manifests.folder.parent / "own"
     own.mkdir()
-    (own / "kustomization.yaml").write_text(text)
+    (own / "kustomization.yaml").write_text(textwrap.dedent(text))
     done = subprocess.run(["kubectl", "kustomize", str(own)], capture_output=True, text=True, check=True)
     rendered = list(yaml.safe_load_all(done.stdout))
     assert {each["metadata"]["namespace"] for each in rendered} == {"recommender"}
     (servers,) = [each for each in rendered if each["kind"] == "Deployment"]
     assert servers["spec"]["replicas"] == 6
     templates = [each["spec"]["template"] for each in rendered if "template" in each.get("spec", {})]
-    assert {container_of(each)["image"] for each in templates} == {"registry.example.com/team/persia:0.2.0"}
+    assert len(templates) == 4
+    for each in templates:
+        assert container_of(each)["image"] == "registry.example.com/team/persia:0.2.0"
+        assert container_of(each)["envFrom"] == [{"secretRef": {"name": "storage"}}]
