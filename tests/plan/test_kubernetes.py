@@ -448,7 +448,12 @@ def test_pods_stop_cleanly(written):
     pods = written.pods()
     driver = pods.pop("persia-train")
     assert driver["spec"]["restartPolicy"] == "Never"
-    assert written.of("Job")["persia-train"]["spec"]["podReplacementPolicy"] == "Failed"
+    job = written.of("Job")["persia-train"]["spec"]
+    assert job["podReplacementPolicy"] == "Failed"
+    stopped, evicted = job["podFailurePolicy"]["rules"]
+    assert stopped["action"] == evicted["action"] == "Ignore"
+    assert stopped["onExitCodes"]["containerName"] == container_of(driver)["name"]
+    assert stopped["onExitCodes"]["values"] == [143]
     seconds = driver["spec"]["terminationGracePeriodSeconds"]
     assert seconds > 2 * written.plan["checkpoint_seconds"] > 60
     server, _ = pods.pop("persia-serve", None), pods.pop("persia-rows", None)

@@ -17,7 +17,11 @@ KINDS = {
     "policy/v1": ["PodDisruptionBudget"],
     "v1": ["PersistentVolumeClaim", "Service", "ServiceAccount"],
 }
-WRITTEN_BY_THE_SERVER = ("status", "managed_fields", "managedFields")
+WRITTEN_BY_THE_SERVER = {
+    **{f"V1{name}": "status" for names in KINDS.values() for name in names},
+    "V1ObjectMeta": "managedFields",
+}
+"""A field of each of these that no manifest has."""
 TARGET = Path(__file__).parents[1] / "plan" / "kubernetes_schema.json"
 
 
@@ -32,8 +36,8 @@ def main() -> None:
         for name in names:
             schema = getattr(models, f"V1{name}").model_json_schema(by_alias=True, mode="serialization")
             for key, part in schema.pop("$defs", {}).items():
-                definitions[key] = _closed(part)
-            definitions[f"V1{name}"] = _closed(schema)
+                definitions[key] = _closed(key, part)
+            definitions[f"V1{name}"] = _closed(f"V1{name}", schema)
             kinds[f"{version}/{name}"] = f"V1{name}"
     comment = f"From kubernetes {kubernetes.__version__} (Apache-2.0) by tests/support/make_kubernetes_schema.py"
     used = _used(definitions, kinds.values())
@@ -42,13 +46,12 @@ def main() -> None:
     TARGET.write_text(lines + "\n", encoding="utf-8")
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+def _closed(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema of an object without titles, descriptions and fields of the server, and closes it."""
-    properties = {
-        name: _plain(value) for name, value in schema.get("properties", {}).items() if name not in WRITTEN_BY_THE_SERVER
-    }
+    hidden = WRITTEN_BY_THE_SERVER.get(name)
+    properties = {key: _plain(value) for key, value in schema.get("properties", {}).items() if key != hidden}
     closed: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
-    if required := [name for name in schema.get("required", []) if name in properties]:
+    if required := [key for key in schema.get("required", []) if key in properties]:
         closed["required"] = required
     return closed
 

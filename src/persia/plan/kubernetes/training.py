@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import signal
 from typing import Any
 
 from persia.errors import ConfigError
@@ -98,7 +99,7 @@ def _job(request: PodPlan) -> dict[str, Any]:
         f"persia cluster wait-hosts {hosts} --timeout {JOIN_SECONDS}",
         f"exec {shlex.join(train)}",
     ]
-    driver = container("driver", _script(script), DRIVER_RESOURCES, {"keys": "/etc/persia/keys", "shm": DEFAULT_ROOT})
+    driver = container(DRIVER, _script(script), DRIVER_RESOURCES, {"keys": "/etc/persia/keys", "shm": DEFAULT_ROOT})
     listens = {"tcpSocket": {"port": "gcs"}}
     driver |= {
         "env": [{"name": "PERSIA_CURVE_KEYS", "value": KEYS_FILE}],
@@ -116,10 +117,20 @@ def _job(request: PodPlan) -> dict[str, Any]:
         "metadata": metadata(TRAIN, DRIVER),
         "spec": {
             "backoffLimit": RETRIES,
+            "podFailurePolicy": {"rules": _not_counted()},
             "podReplacementPolicy": "Failed",  # Else a second driver starts while the first one saves.
             "template": template,
         },
     }
+
+
+def _not_counted() -> list[dict[str, Any]]:
+    """Returns the ends of a driver that are no failures: by SIGTERM, after a checkpoint, and with its node."""
+    stopped = {"containerName": DRIVER, "operator": "In", "values": [128 + signal.SIGTERM]}
+    return [
+        {"action": "Ignore", "onExitCodes": stopped},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
 
 
 def _stateful_set(request: PodPlan, host: HostPlan) -> dict[str, Any]:
