@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +21,8 @@ from support.planned_pods import Manifests, plan_pods, save_rates
 
 pytestmark = [pytest.mark.hosts, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SECONDS = 300.0
+PROGRAMS = Path(sys.executable).parent
+SECONDS = 240.0
 RUN = """
 [data]
 kind = "synthetic"
@@ -54,7 +54,7 @@ DRIVER = "persia-train"
 RAY = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_TMPDIR": "/dev/shm",  # Of each host; pods have their own /tmp.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
     "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000",
 }
 
@@ -65,6 +65,7 @@ class Pods:
     def __init__(self, hosts: Hosts, manifests: Manifests, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
         self.scripts = {}
+        self.processes: list[subprocess.Popen[str]] = []
         for number, (name, script) in enumerate(manifests.scripts()):
             for place in ("/etc/persia/run", "/etc/persia/keys", "/srv/persia"):
                 script = script.replace(place, str(folder / place[1:]))
@@ -72,7 +73,7 @@ class Pods:
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts.addresses[0]} {DRIVER}\n")
         paths = os.pathsep.join(path for path in sys.path if path)
         self.environment = RAY | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
             "PYTHONPATH": paths,
             "PERSIA_CURVE_KEYS": str(folder / "etc/persia/keys/keys"),
         }
@@ -83,10 +84,12 @@ class Pods:
         first = f"mount --bind {self.folder}/hosts /etc/hosts; echo $$ > {self.folder}/{name}.pid\n"
         first += "ip route replace default dev eth0\n"  # Ray asks the kernel for its address by it.
         with (self.folder / f"{name}.log").open("a") as log:
-            return self.hosts.start(
+            process = self.hosts.start(
                 number, "sh", "-ec", first + (script or own), env=self.environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
+        self.processes.append(process)
+        return process
 
     def repeat(self, name: str) -> None:
         """Starts the script of a container, and again whenever it ends."""
@@ -122,8 +125,11 @@ def pods(tmp_path):
         hosts = Hosts(len(list(manifests.scripts())), 1.0)
     except UnavailableError as reason:
         pytest.skip(str(reason))
+    pods = Pods(hosts, manifests, tmp_path)
     with hosts:
-        yield Pods(hosts, manifests, tmp_path)
+        yield pods
+    for process in pods.processes:
+        process.wait(SECONDS)
 
 
 def wait_until(condition, pods, process):
@@ -139,7 +145,7 @@ def last_step(pods):
     return checkpoints[-1].step if checkpoints else 0
 
 
-@pytest.mark.skipif(shutil.which("ray") is None, reason="The command `ray` is not on the path.")
+@pytest.mark.skipif(not (PROGRAMS / "ray").exists(), reason=f"There is no command `ray` in {PROGRAMS}.")
 def test_the_driver_stops_with_a_checkpoint_and_the_next_one_continues(pods):
     """Hosts wait for the end of the run; they join the head of the next driver, whose pod has the same name."""
     hosts = [name for name in pods.scripts if name != DRIVER]

@@ -211,7 +211,9 @@ def words_of(written):
         if command[:2] == ["sh", "-ec"]:
             (script,) = command[2:]
             for line in script.splitlines():
-                words = shlex.split(line.replace("${HOSTNAME##*-}", "0"))  # The number of the pod.
+                line = line.replace("${HOSTNAME##*-}", "0").replace("${head%% *}", "10.0.0.1")
+                assert line.count("head=$(getent hosts persia-train) && ") == line.count("until ")
+                words = shlex.split(line.replace("head=$(getent hosts persia-train) && ", ""))
                 if words[0] in ("exec", "until"):
                     words = words[1:]
                 if "do" in words:

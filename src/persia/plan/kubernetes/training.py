@@ -138,7 +138,7 @@ def _stateful_set(request: PodPlan, host: HostPlan) -> dict[str, Any]:
     memory = kind.memory >> 20 << 20  # What its limit has, in whole MiB.
     resources = {"cpu": str(kind.cores), "memory": mebibytes(memory)}
     start = [
-        "exec", "ray", "start", f"--address={TRAIN}:{RAY_PORT}", "--block", f"--num-cpus={kind.cores}",
+        "--block", f"--num-cpus={kind.cores}",
         f"--memory={memory}", f"--resources={json.dumps({kind.name: 1})}",
         f"--dashboard-agent-listen-port={RAYLET_PORT}", "--disable-usage-stats",
     ]  # fmt: skip
@@ -148,7 +148,12 @@ def _stateful_set(request: PodPlan, host: HostPlan) -> dict[str, Any]:
     script = [OPEN_FILES]
     if request.regions:  # Of a driver that was killed: no role runs in a pod before its first line.
         script.append(f"persia cluster regions --clean --directory {shlex.quote(request.regions)}")
-    script += [f"until ray health-check --address={TRAIN}:{RAY_PORT}; do sleep 2; done", shlex.join(start)]
+    # By address: the name may belong to another pod later, and Ray does not resolve names as the system does.
+    head = f'--address="${{head%% *}}:{RAY_PORT}"'
+    script += [
+        f"until head=$(getent hosts {TRAIN}) && ray health-check {head}; do sleep 2; done",
+        f"exec ray start {head} {shlex.join(start)}",
+    ]
     seconds = request.stop_seconds + 60
     mounts = {"keys": "/etc/persia/keys", "shm": DEFAULT_ROOT}
     roles = container("roles", _script(script), resources, mounts)
