@@ -457,7 +457,7 @@ def test_pods_stop_cleanly(written):
     assert stopped["onExitCodes"]["containerName"] == container_of(driver)["name"]
     assert stopped["onExitCodes"]["values"] == [143]
     seconds = driver["spec"]["terminationGracePeriodSeconds"]
-    assert seconds > 2 * written.plan["checkpoint_seconds"] > 60
+    assert seconds >= 60 + 2 * written.plan["checkpoint_seconds"] > 62
     server, _ = pods.pop("persia-serve", None), pods.pop("persia-rows", None)
     for template in pods.values():
         hook = container_of(template)["lifecycle"]["preStop"]["exec"]["command"]
