@@ -183,7 +183,7 @@ class Regions:
 
     @property
     def ownership(self) -> Ownership | None:
-        """What an earlier process has stored; None if no rows have ever moved."""
+        """The stored ownership of an earlier process; None if no rows have ever moved."""
         text = self._stored_text(OWNERSHIP)
         return msgspec.json.decode(text, type=Ownership) if text else None
 
