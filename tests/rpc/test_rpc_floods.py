@@ -16,9 +16,9 @@ import pytest
 from persia import rpc
 from persia.errors import ConfigError
 from persia.rpc import keys as keys_of
+from persia.rpc.intake import Intake, Traffic, _host, _traffic
 from persia.rpc.keys import Password, keys_to_connect, keys_to_listen
 from persia.rpc.limits import Limits
-from persia.rpc.port import Intake, Traffic, _host, _traffic
 from support.rpc_samples import DEADLINE, Sample, Service
 from support.strangers import connected, raw_dealer
 from support.waiting import wait_until
@@ -80,7 +80,7 @@ def test_strangers_lock_nobody_out(serve, monkeypatch):
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connected(server.address)) for _ in range(20)]
         wait_until(lambda: server.statistics()["connections_refused"] >= 16)
-        monkeypatch.setattr("persia.rpc.port._SLOW_SECONDS", 0.0)  # Those that are left have been long enough.
+        monkeypatch.setattr("persia.rpc.intake._SLOW_SECONDS", 0.0)  # Those that are left have been long enough.
         other = rpc.connect(server.address, Sample, timeout=DEADLINE)
         assert other.defaults(1) == stub.defaults(1) == "x"
         assert rpc.statistics(stub)["connects"] == 1
@@ -145,9 +145,9 @@ class Kernel:
         self.traffic = {}
         self.hosts = {}
         self.closed = []
-        monkeypatch.setattr("persia.rpc.port._host", lambda descriptor, _port: self.hosts.get(descriptor, ""))
-        monkeypatch.setattr("persia.rpc.port._traffic", self.look)
-        monkeypatch.setattr("persia.rpc.port._connection", self.close)
+        monkeypatch.setattr("persia.rpc.intake._host", lambda descriptor, _port: self.hosts.get(descriptor, ""))
+        monkeypatch.setattr("persia.rpc.intake._traffic", self.look)
+        monkeypatch.setattr("persia.rpc.intake._connection", self.close)
 
     def look(self, descriptor, _port):
         if descriptor not in self.traffic:
@@ -253,7 +253,7 @@ def test_memory_of_too_many_bytes_is_blamed_on_no_others(monkeypatch):
 def test_of_too_many_strangers_a_slow_one_goes_first(monkeypatch):
     kernel, account = Kernel(monkeypatch), intake(strangers=2)
     now = [0.0]
-    monkeypatch.setattr("persia.rpc.port.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("persia.rpc.intake.time.monotonic", lambda: now[0])
     for descriptor in (5, 6, 7):
         kernel.traffic[descriptor] = Traffic(64, 64)
         account.accepted(descriptor)

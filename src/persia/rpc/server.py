@@ -15,11 +15,12 @@ import zmq
 from persia.errors import PersiaError, WireError
 from persia.retry import Deadline
 from persia.rpc.dispatch import Backlog, Dispatcher, Job, Reply
+from persia.rpc.intake import Intake
 from persia.rpc.interface import Method, describe
 from persia.rpc.keys import keys_to_listen
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, parse
-from persia.rpc.port import Intake, Port, server_port
+from persia.rpc.port import Port, server_port
 from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Readings, metrics_of
 from persia.telemetry.tracing import Tracer
