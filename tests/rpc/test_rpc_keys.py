@@ -114,15 +114,15 @@ def test_open_addresses_with_keys_or_on_demand(keys):
 def test_the_group_may_read_keys_of_root(keys, monkeypatch, owner, mode, accepted):
     """Kubernetes mounts secrets so, for a pod that runs as another user."""
     keys.chmod(mode)
-    stat = os.stat
+    fstat = os.fstat
 
-    def owned(path, **options):
-        found = stat(path, **options)
-        return os.stat_result([*found[:4], owner, *found[5:10]]) if path == keys else found
+    def owned(descriptor):
+        found = fstat(descriptor)
+        return os.stat_result([*found[:4], owner, *found[5:10]])
 
-    monkeypatch.setattr("persia.rpc.keys.os.stat", owned)
-    monkeypatch.setattr("persia.rpc.keys.os.geteuid", lambda: 1000)
-    with nullcontext() if accepted else pytest.raises(ConfigError, match="open to other users"):
+    monkeypatch.setattr("persia.secret_files.os.fstat", owned)
+    monkeypatch.setattr("persia.secret_files.os.geteuid", lambda: 1000)
+    with nullcontext() if accepted else pytest.raises(ConfigError, match=r"open to other users.*defaultMode: 0440"):
         assert find_keys(keys)
 
 

@@ -8,7 +8,7 @@ The wire format is specified in `docs/reference/wire.md`.
 """
 
 from persia.rpc.interface import inline, once, waits
-from persia.rpc.keys import make_keys
+from persia.rpc.key_file import add_key, make_keys, promote_key, retire_keys
 from persia.rpc.limits import Limits
 from persia.rpc.server import Server, serve
 from persia.rpc.stub import Future, cast_to, close, connect, start, statistics, within
@@ -17,12 +17,15 @@ __all__ = [
     "Future",
     "Limits",
     "Server",
+    "add_key",
     "cast_to",
     "close",
     "connect",
     "inline",
     "make_keys",
     "once",
+    "promote_key",
+    "retire_keys",
     "serve",
     "start",
     "statistics",

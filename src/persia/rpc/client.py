@@ -17,7 +17,7 @@ from persia.rpc.array_encoding import Decoder
 from persia.rpc.failures import Failure, to_error
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Body, Kind, Message, header_bytes, parse
-from persia.rpc.port import DEAD_SECONDS, Port
+from persia.rpc.port import DEAD_SECONDS, REDIAL_SECONDS, Port
 
 __all__ = ["Call", "RpcConnection"]
 
@@ -148,6 +148,8 @@ class RpcConnection:
         self._connected = False
         self._ever = False
         self._trouble = ""
+        self._refused = False  # Whether the last handshake failed.
+        self._stopped = False  # Whether ZeroMQ does not try again.
         self._closed = False
         # The garbage collector may append, in a thread that holds any lock: so appending takes no lock.
         self._dropped: collections.deque[Call] = collections.deque()
@@ -270,9 +272,9 @@ class RpcConnection:
             self._watch()
             self._flush()
         while not call.over() and not self._closed and (left := call.expires - time.monotonic()) > 0:
-            monitor = port.wait(left)
+            monitor = port.wait(min(left, REDIAL_SECONDS) if self._refused else left)
             with port.lock:
-                if monitor:
+                if monitor or self._refused:
                     self._watch()
                 self._flush()
 
@@ -368,6 +370,10 @@ class RpcConnection:
                 self._connected = False
             elif event in _HANDSHAKE_FAILURES:
                 self._trouble = _HANDSHAKE_FAILURES[event]
+                self._refused = True
+                self._stopped |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        if self._connected or (self._refused and self._port.redial(stopped=self._stopped)):
+            self._refused = self._stopped = False
 
     def _send_again(self) -> None:
         """Sends all open calls again after a reconnection, since requests or replies may be lost."""

@@ -7,7 +7,7 @@ import math
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from ipaddress import IPv4Address, ip_address, ip_network
 from socket import AF_INET6, IPPROTO_TCP, SHUT_RDWR, SOCK_STREAM, TCP_INFO, fromfd, socket
 from typing import NamedTuple
@@ -94,8 +94,8 @@ class Intake:
     def accepted(self, descriptor: int) -> None:
         """Adds a connection, and closes one if there are too many.
 
-        Among too many strangers it closes a slow one, or else the new one. Among too many connections it closes the
-        newest one of the host with the most, so no host can lock others out.
+        Among too many strangers it closes a slow one, or else the newest one of the host with the most. Among too many
+        connections it closes the newest one of the host with the most, too. So no host can lock others out.
         """
         now = time.monotonic()
         self._since[descriptor] = 0
@@ -109,10 +109,20 @@ class Intake:
             oldest, start = next(iter(self._strangers.items()))
             # Many honest peers that connect at the same time can finish their handshakes; the newest, which are
             # closed, try again.
-            self._close(oldest if now - start > _SLOW_SECONDS else descriptor)
+            self._close(oldest if now - start > _SLOW_SECONDS else self._newest_of_busiest_host(self._strangers))
         if len(self._since) > self._limits.connections:
-            ((most, _),) = Counter(self._hosts.values()).most_common(1)
-            self._close(next(one for one in reversed(self._hosts) if self._hosts[one] == most))
+            self._close(self._newest_of_busiest_host(self._hosts))
+
+    def _newest_of_busiest_host(self, connections: Mapping[int, object]) -> int:
+        """Returns the newest connection of the host that has the most of these, which are ordered by age."""
+        ((busiest, _),) = Counter(self._hosts[one] for one in connections).most_common(1)
+        return next(one for one in reversed(list(connections)) if self._hosts[one] == busiest)
+
+    def end_all(self) -> None:
+        """Ends all connections. ZeroMQ alone would keep those of which it holds unread messages."""
+        for descriptor in list(self._since):
+            self._end(descriptor)
+        self._delivered.clear()
 
     def gone(self, descriptor: int) -> None:
         """Removes a closed connection, whose descriptor may already belong to another file."""
@@ -175,9 +185,13 @@ class Intake:
         return traffic
 
     def _close(self, descriptor: int) -> None:
+        """Ends a connection that takes too much."""
+        self.closed += 1
+        self._end(descriptor)
+
+    def _end(self, descriptor: int) -> None:
         """Ends a connection for both sides. ZeroMQ notices, and closes its descriptor."""
         self.gone(descriptor)
-        self.closed += 1
         with contextlib.suppress(OSError), _connection(descriptor, self._port) as connection:
             connection.shutdown(SHUT_RDWR)
 

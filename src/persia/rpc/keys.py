@@ -1,4 +1,4 @@
-"""Credentials that admit a peer: the CURVE key pair of a cluster, or on one host the password of its user."""
+"""Credentials that admit a peer: the CURVE key pairs of a cluster, or on one host the password of its user."""
 
 from __future__ import annotations
 
@@ -7,29 +7,17 @@ import os
 import secrets
 import stat
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import zmq
-
 from persia.checks import is_loopback
 from persia.errors import ConfigError
+from persia.rpc.key_file import KeyFile
 
-__all__ = ["KEYS_VARIABLE", "Keys", "Password", "find_keys", "keys_to_connect", "keys_to_listen", "make_keys"]
+__all__ = ["KEYS_VARIABLE", "Password", "find_keys", "keys_to_connect", "keys_to_listen"]
 
 KEYS_VARIABLE = "PERSIA_CURVE_KEYS"
-
-
-class Keys(NamedTuple):
-    """A CURVE key pair in Z85, 40 characters each. It encrypts all traffic."""
-
-    public: bytes
-    secret: bytes
-
-    def __repr__(self) -> str:  # The secret must not get into logs.
-        return f"Keys(public={self.public.decode()})"
 
 
 class Password(NamedTuple):
@@ -45,23 +33,7 @@ class Password(NamedTuple):
         return "Password()"
 
 
-def make_keys(path: str | os.PathLike[str]) -> None:
-    """Writes a new key pair for a cluster, readable by its owner only. Copy it to every host of the cluster.
-
-    Raises:
-        ConfigError: the file exists or cannot be written.
-    """
-    public, secret = (part.decode() for part in zmq.curve_keypair())
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            # Z85 has neither quotes nor backslashes, so a literal TOML string can hold it.
-            file.write(f"# Keys of a persia cluster: keep them secret.\npublic = '{public}'\nsecret = '{secret}'\n")
-    except OSError as error:
-        raise ConfigError(f"Cannot write the keys to {path}: {error.strerror}.", path=str(path)) from error
-
-
-def find_keys(path: str | os.PathLike[str] | None) -> Keys | None:
+def find_keys(path: str | os.PathLike[str] | None) -> KeyFile | None:
     """Reads the keys of the cluster.
 
     Args:
@@ -72,35 +44,10 @@ def find_keys(path: str | os.PathLike[str] | None) -> Keys | None:
             root.
     """
     keys_file = path or os.environ.get(KEYS_VARIABLE)
-    if not keys_file:
-        return None
-    try:
-        status = os.stat(keys_file)
-        tree = tomllib.loads(Path(keys_file).read_text(encoding="ascii"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"The keys {keys_file} cannot be read: {error}. Make some with persia.rpc.make_keys."
-        ) from error
-    open_to = stat.S_IRWXG | stat.S_IRWXO
-    if status.st_uid == 0 != os.geteuid():  # For example a secret that Kubernetes mounts for `fsGroup`.
-        open_to &= ~stat.S_IRGRP
-    if status.st_mode & open_to:
-        raise ConfigError(
-            f"The keys {keys_file} are open to other users; run `chmod 600 {keys_file}`.", path=str(keys_file)
-        )
-    public, secret = str(tree.get("public", "")).encode(), str(tree.get("secret", "")).encode()
-    try:
-        fits = len(public) == 40 and zmq.curve_public(secret) == public
-    except (ValueError, zmq.ZMQError):
-        fits = False
-    if not fits:
-        raise ConfigError(
-            f"{keys_file} has no valid key pair; make one with persia.rpc.make_keys.", path=str(keys_file)
-        )
-    return Keys(public, secret)
+    return KeyFile(keys_file) if keys_file else None
 
 
-def keys_to_listen(address: str, path: str | os.PathLike[str] | None, *, insecure: bool) -> Keys | Password | None:
+def keys_to_listen(address: str, path: str | os.PathLike[str] | None, *, insecure: bool) -> KeyFile | Password | None:
     """Returns the credentials that clients of an address need; None for an address that is open to anyone.
 
     Args:
@@ -122,7 +69,7 @@ def keys_to_listen(address: str, path: str | os.PathLike[str] | None, *, insecur
     return keys
 
 
-def keys_to_connect(address: str, path: str | os.PathLike[str] | None) -> Keys | Password | None:
+def keys_to_connect(address: str, path: str | os.PathLike[str] | None) -> KeyFile | Password | None:
     """Returns the credentials for an address: the keys, or on this host and without keys the user's password.
 
     Args:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 from persia.errors import ConfigError
 from persia.malloc import keep_memory
 from persia.rpc.intake import UNREAD_MESSAGES
-from persia.rpc.keys import Keys, Password
+from persia.rpc.key_file import KeyFile, Keys
+from persia.rpc.keys import Password
 from persia.rpc.limits import Limits
 from persia.telemetry.logs import get_logger
 
@@ -33,6 +36,8 @@ DEAD_SECONDS = 15
 HANDSHAKE_SECONDS = 5
 RECONNECT_SECONDS = 0.02
 RECONNECT_MAX_SECONDS = 0.5
+REDIAL_SECONDS = 0.2
+"""Seconds between two changes of a client's key pair, while the server accepts none. A handshake takes milliseconds."""
 # Plain numbers, as operations on pyzmq's flags take as long as sending a small frame.
 _LAST = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -40,7 +45,8 @@ _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 
 EVENTS = (
-    zmq.EVENT_ACCEPTED
+    zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -48,7 +54,7 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-_HANDSHAKE_BYTES = {Keys: 250, Password: 80, type(None): 0}
+_HANDSHAKE_BYTES = {KeyFile: 250, Password: 80, type(None): 0}
 """By type of credentials: the bytes that a server sends at most before a peer has authenticated. Greeting and WELCOME
 take 234 and 74 bytes; READY follows and takes 43 or more."""
 
@@ -74,61 +80,140 @@ class Port:
         self.handshake_bytes = 0
         """Maximum bytes that a server sends before a peer has authenticated."""
         self._context = context
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._authenticator: ThreadAuthenticator | None = None
+        self._credentials: KeyFile | Password | None = None
+        self._keys: Keys | None = None  # The pair that is in use.
+        self._admitted = _Only()
+        self._listening = -1
+        self._dialled = -math.inf
+        self.closed = False
+        # Each change is signalled once, to one waiting thread.
+        self._poller = select.epoll()
+        self._poller.register(self._wake, select.EPOLLIN | select.EPOLLET)
+        self._attach(socket)
+
+    def _attach(self, socket: zmq.Socket[bytes]) -> None:
+        """Uses a socket, and waits for its events."""
         self._socket = socket
         self._monitor = socket.get_monitor_socket(EVENTS)
         # The descriptor signals nothing before the events are read once.
         self._monitor.getsockopt(zmq.EVENTS)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._socket_fd = int(socket.getsockopt(zmq.FD))
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
-        self._authenticator: ThreadAuthenticator | None = None
-        self.closed = False
-        # Each change is signalled once, to one waiting thread.
-        self._poller = select.epoll()
-        for descriptor in (self._wake, self._monitor_fd, self._socket_fd):
+        for descriptor in (self._monitor_fd, self._socket_fd):
             self._poller.register(descriptor, select.EPOLLIN | select.EPOLLET)
 
-    def bind(self, address: str, keys: Keys | Password | None) -> None:
-        """Starts to listen. Admits only peers with these keys or this password; with None, admits anyone.
+    def bind(self, address: str, credentials: KeyFile | Password | None) -> None:
+        """Starts to listen. Admits only peers with the first of the keys or this password; with None, admits anyone.
 
         Raises:
             ConfigError: the address is invalid or in use.
         """
-        if keys is not None:
+        self._credentials = credentials
+        if credentials is not None:
             self._authenticator = ThreadAuthenticator(self._context, log=_quiet)
             self._authenticator.start()
-            if isinstance(keys, Keys):
-                self._authenticator.configure_curve_callback(DOMAIN, _Only(keys.public))
-                self._socket.curve_server = True
-                self._socket.curve_publickey, self._socket.curve_secretkey = keys
-            else:
-                self._authenticator.configure_plain(DOMAIN, {USER: keys.text})
-                self._socket.plain_server = True
+        if isinstance(credentials, KeyFile) and self._authenticator is not None:
+            self._authenticator.configure_curve_callback(DOMAIN, self._admitted)
+            self._socket.curve_server = True
+            self._listen_with(credentials.pairs[0])
+        elif isinstance(credentials, Password) and self._authenticator is not None:
+            self._authenticator.configure_plain(DOMAIN, {USER: credentials.text})
+            self._socket.plain_server = True
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"Cannot listen on {address}: {error}; choose another.", address=address) from error
-        self.handshake_bytes = _HANDSHAKE_BYTES[type(keys)]
+        self.handshake_bytes = _HANDSHAKE_BYTES[type(credentials)]
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._listening = next(value for event, value in self.events() if event == zmq.EVENT_LISTENING)
 
-    def connect(self, address: str, keys: Keys | Password | None) -> None:
+    def stale(self) -> bool:
+        """Whether the file of keys has another first pair than the one that this port listens with. Takes no lock."""
+        if not isinstance(self._credentials, KeyFile):
+            return False
+        self._credentials.refresh()
+        return self._credentials.pairs[0] != self._keys
+
+    def rebind(self) -> str:
+        """Listens with the first pair of the file from now on, and ends all connections. Returns the pair's name.
+
+        ZeroMQ takes keys over when it starts to listen. The kernel's socket stays, so no other process can take the
+        port, and connections that arrive meanwhile are accepted afterwards.
+        """
+        assert isinstance(self._credentials, KeyFile)
+        listening = os.dup(self._listening)
+        keys = self._credentials.pairs[0]
+        self._listen_with(keys)
+        self._socket.unbind(self.address)
+        self._socket.setsockopt(zmq.USE_FD, listening)
+        self._socket.bind(self.address)
+        self._listening = listening
+        return keys.name
+
+    def _listen_with(self, keys: Keys) -> None:
+        self._keys = keys
+        self._admitted.public = keys.public
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys
+
+    def connect(self, address: str, credentials: KeyFile | Password | None) -> None:
         """Starts to connect. ZeroMQ reconnects whenever the connection is lost.
 
         Raises:
             ConfigError: the address is invalid.
         """
-        if isinstance(keys, Keys):
-            self._socket.curve_serverkey = keys.public
-            self._socket.curve_publickey, self._socket.curve_secretkey = keys
-        elif keys is not None:
-            self._socket.plain_username, self._socket.plain_password = USER.encode(), keys.text.encode()
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        self.address, self._credentials = address, credentials
+        if isinstance(credentials, KeyFile):
+            self._keys = credentials.pairs[0]
+        self._dial()
+
+    def redial(self, *, stopped: bool) -> bool:
+        """Connects with the next key pair of the file, after a handshake has failed.
+
+        The server may not know the first pair yet, or no longer. Call it again if it does nothing: there is only one
+        pair, or the last change was just now.
+
+        Args:
+            stopped: whether ZeroMQ does not retry by itself with the pair in use: after it was refused by a server
+                that has just changed its keys.
+
+        Returns:
+            Whether it connects anew.
+        """
+        now = time.monotonic()
+        if not isinstance(self._credentials, KeyFile) or now < self._dialled + REDIAL_SECONDS:
+            return False
+        self._credentials.refresh()
+        pairs = self._credentials.pairs
+        following = pairs[(pairs.index(self._keys) + 1) % len(pairs)] if self._keys in pairs else pairs[0]
+        if following == self._keys and not stopped:
+            return False
         try:
-            self._socket.connect(address)
+            # A new one, as ZeroMQ may connect with the old keys again after `disconnect`.
+            socket = _client_socket(self._context)
+        except zmq.ZMQError:  # Too many files are open: the next failed handshake tries again.
+            return False
+        self._keys, self._dialled = following, now
+        for descriptor in (self._monitor_fd, self._socket_fd):
+            self._poller.unregister(descriptor)
+        self._drop()
+        self._attach(socket)
+        self._dial()
+        return True
+
+    def _dial(self) -> None:
+        if self._keys is not None:
+            self._socket.curve_serverkey = self._keys.public
+            self._socket.curve_publickey, self._socket.curve_secretkey = self._keys
+        elif isinstance(self._credentials, Password):
+            self._socket.plain_username, self._socket.plain_password = USER.encode(), self._credentials.text.encode()
+        self._socket.setsockopt(zmq.IPV6, "[" in self.address)
+        try:
+            self._socket.connect(self.address)
         except zmq.ZMQError as error:
-            raise ConfigError(f"Cannot connect to {address!r}: {error}; use tcp://host:port.") from error
-        self.address = address
+            raise ConfigError(f"Cannot connect to {self.address!r}: {error}; use tcp://host:port.") from error
 
     def wait(self, seconds: float) -> bool:
         """Blocks until the socket or the monitor has an event, a wake-up arrives, or the time has passed.
@@ -205,25 +290,28 @@ class Port:
         if self.closed:
             return
         self.closed = True
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=int(linger_seconds * 1000))
+        self._drop(linger_seconds)
         if self._authenticator is not None:
             self._authenticator.stop()
         if term:
             self._context.term()
 
+    def _drop(self, linger_seconds: float = 0.0) -> None:
+        """Closes the socket and its monitor."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger_seconds * 1000))
+
 
 class _Only:
-    """Accepts a single public key, the key of the cluster."""
+    """Accepts a single public key, the one that the cluster uses now."""
 
-    def __init__(self, public: bytes) -> None:
-        self._public = public
+    public = b""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Returns whether a client may connect."""
         del domain
-        return key == self._public
+        return key == self.public
 
 
 def server_port(limits: Limits) -> Port:
@@ -248,12 +336,16 @@ def server_port(limits: Limits) -> Port:
 def client_port() -> Port:
     """Makes a DEALER that drops unsent messages when its connection breaks; the caller sends them again."""
     context: zmq.Context[Any] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
+    return Port(context, _client_socket(context))
+
+
+def _client_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_SECONDS * 1000))
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_SECONDS * 1000))
     _common(socket)
-    return Port(context, socket)
+    return socket
 
 
 def _common(socket: zmq.Socket[bytes]) -> None:

@@ -144,11 +144,12 @@ class Server:
         """Returns counters since the start, and the current `requests_held`, `bytes_held`, `threads` and `streams`.
 
         Counters: `calls`; `errors` raised by methods; `malformed` messages, which are rejected; `expired` calls, which
-        are not run as their deadline has passed; `replies_dropped` as the client was gone; `connections`;
+        are not run as their deadline has passed; `replies_dropped` as the client was gone; `key_changes`, after each of
+        which clients connect again; `connections`;
         `disconnections`; `handshakes_failed` (also due to wrong keys); `connections_refused`, which were too
         many, or sent more or took more memory than an honest client does; `streams_expired`.
         """
-        names = ("calls", "errors", "malformed", "expired", "replies_dropped")
+        names = ("calls", "errors", "malformed", "expired", "replies_dropped", "key_changes")
         streams = self._dispatcher.streams
         with self._state:
             counters = {name: self._counts[name] for name in (*names, *sorted(set(_COUNTS.values())))}
@@ -351,14 +352,17 @@ class Server:
 
     def _watch(self) -> None:
         with self._port.lock:
-            if self._port.closed:
-                return
-            events = list(self._port.events())
-            for event, descriptor in events:
-                if event == zmq.EVENT_ACCEPTED:
-                    self._intake.accepted(descriptor)
-                elif event == zmq.EVENT_DISCONNECTED:
-                    self._intake.gone(descriptor)
+            if not self._port.closed:
+                self._note_events()
+
+    def _note_events(self) -> None:
+        """Notes connections that were made or lost. The caller holds the lock of the port."""
+        events = list(self._port.events())
+        for event, descriptor in events:
+            if event == zmq.EVENT_ACCEPTED:
+                self._intake.accepted(descriptor)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._intake.gone(descriptor)
         with self._state:
             self._counts.update(_COUNTS[event] for event, _ in events if event in _COUNTS)
 
@@ -370,6 +374,8 @@ class Server:
                 return  # Another thread was faster.
             self._tick = now + TICK_SECONDS
         self._watch()  # Removes closed connections: their descriptors may belong to other files by now.
+        if self._port.stale():
+            self._renew()
         with self._port.lock:
             began = time.monotonic()
             self._intake.check(behind=behind)
@@ -386,6 +392,17 @@ class Server:
             streams.refresh()
         elif streams.late():
             self._enqueue(Job(b"", 0, math.inf, streams.expire))
+
+    def _renew(self) -> None:
+        """Listens with the new first key. Ends all connections: clients connect again, and repeat their calls."""
+        with self._port.lock:
+            if self._port.closed or not self._port.stale():  # Another thread was faster.
+                return
+            self._note_events()
+            self._intake.end_all()
+            name = self._port.rebind()
+        self._count("key_changes")
+        _log.info("%s listens with the key %s now; clients connect again.", self._port.address, name)
 
     def _arrived(self, frames: Sequence[zmq.Frame]) -> None:
         """Queues a request, runs it immediately if its method is inline, or rejects it."""
