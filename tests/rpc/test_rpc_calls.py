@@ -211,7 +211,7 @@ def test_a_dropped_iterator_is_closed(stub, service, server):
 
 
 def test_a_busy_server_stops_reading_and_loses_nothing(service):
-    limits = rpc.Limits(threads=2, requests=8, request_bytes=6 << 20)
+    limits = rpc.Limits(threads=2, requests=8, request_bytes=6 << 20, peer_share=1)
     array = np.zeros(1 << 18, np.float32)  # 1 MiB
     with rpc.serve(service, protocol=Sample, limits=limits) as server:
         stub = rpc.connect(server.address, Sample, timeout=DEADLINE)

@@ -266,6 +266,16 @@ def test_of_too_many_strangers_a_slow_one_goes_first(monkeypatch):
     assert kernel.closed == [7, 6]
 
 
+def test_strangers_of_one_host_displace_one_another(monkeypatch):
+    kernel, account = Kernel(monkeypatch), intake(strangers=3)
+    monkeypatch.setattr("persia.rpc.intake.time.monotonic", lambda: 0.0)
+    kernel.hosts = {5: "flood", 6: "flood", 7: "flood", 8: "other", 9: "flood", 10: "third"}
+    for descriptor in kernel.hosts:
+        kernel.traffic[descriptor] = Traffic(64, 64)
+        account.accepted(descriptor)
+    assert kernel.closed == [7, 9, 6]
+
+
 def test_the_busiest_host_loses_its_newest_connection(monkeypatch):
     kernel, account = Kernel(monkeypatch), intake(connections=4)
     kernel.hosts = {5: "a", 6: "b", 7: "b", 8: "b", 9: "a", 10: "b", 11: "c"}
@@ -322,7 +332,7 @@ def test_a_header_counts_for_what_it_becomes_in_memory():
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(copy) == 10_000
-    with rpc.serve(service, limits=rpc.Limits(request_bytes=5 << 20)) as server:
+    with rpc.serve(service, limits=rpc.Limits(request_bytes=5 << 20, peer_share=1)) as server:
         stub = rpc.connect(server.address, Waiting, timeout=DEADLINE)
         calls = [rpc.start(stub.take, payload) for _ in range(20)]
         wait_until(lambda: server.statistics()["bytes_held"] >= 5 << 20)

@@ -134,7 +134,7 @@ def test_a_client_waits_for_its_copy(master, hosts):
 def test_a_full_server_ends_the_connections_of_the_old_key(master, hosts):
     """Else one with a stolen key could keep it by calls that block."""
     service = Service()
-    with rpc.serve(service, protocol=Sample, keys=hosts[0].keys, limits=rpc.Limits(requests=2)) as server:
+    with rpc.serve(service, protocol=Sample, keys=hosts[0].keys, limits=rpc.Limits(requests=2, peer_share=1)) as server:
         thief = rpc.connect(server.address, Sample, keys=hosts[1].keys, timeout=DEADLINE)
         blocked = [rpc.start(thief.wait) for _ in range(3)]
         wait_until(lambda: service.waiting == 2)

@@ -179,7 +179,7 @@ def test_errors_that_cannot_be_described_cross(trouble):
 def test_failures_fit_the_smallest_limits():
     limits = rpc.Limits(header_bytes=4096)
     for error in (UnspeakableError(), StoreError("\udcff" * 10_000, a="b" * 10_000), ValueError("\u20ac" * 20_000)):
-        payload, arrays = failure(error, limits)
+        payload, arrays, _ = failure(error, limits)
         assert len(payload) < 4096
         assert not arrays
 
@@ -319,7 +319,7 @@ def test_what_cannot_be_sent_leaves_no_half_message():
 
 @pytest.mark.usefixtures("quick_ticks")
 def test_requests_whose_time_is_over_make_room_for_others(trouble):
-    limits = rpc.Limits(threads=1, requests=4)
+    limits = rpc.Limits(threads=1, requests=4, peer_share=1)
     with served(trouble, limits) as (server, stub):
         first = rpc.start(stub.wait)
         wait_until(lambda: server.statistics()["calls"] == 1)
@@ -332,6 +332,7 @@ def test_requests_whose_time_is_over_make_room_for_others(trouble):
                 future.result()
         trouble.gate.set()
         assert first.result() == 2
+        wait_until(lambda: server._backlog._peers == {})
 
 
 @pytest.mark.usefixtures("quick_ticks")
@@ -524,7 +525,7 @@ def test_a_call_that_waits_overtakes_calls_without_a_free_thread():
 @pytest.mark.parametrize("limits", [{"waiting": 3}, {"waiting_bytes": 1_500_000}], ids=str)
 def test_calls_that_wait_are_bounded(limits):
     room, array = Room(4), np.zeros(100_000, np.float32)
-    with rpc.serve(room, protocol=Rendezvous, limits=rpc.Limits(**limits)) as server:
+    with rpc.serve(room, protocol=Rendezvous, limits=rpc.Limits(**limits, peer_share=1)) as server:
         stub = rpc.connect(server.address, Rendezvous, timeout=DEADLINE)
         calls = [rpc.start(stub.meet, array) for _ in range(3)]
         wait_until(lambda: server.statistics()["calls"] == 3)
@@ -538,6 +539,7 @@ def test_calls_that_wait_are_bounded(limits):
         again = [rpc.start(stub.meet, array) for _ in range(3)]  # There is space again.
         room.meet(array)
         assert [call.result() for call in again] == [100_000] * 3
+        wait_until(lambda: server._backlog._peers == {})
         rpc.close(stub)
 
 

@@ -40,19 +40,22 @@ class Call:
     Attributes:
         reply: the reply, if it has arrived.
         error: the error, if the call failed.
+        waits: whether the server may hold it until other clients call. It then takes no share from further calls.
     """
 
     __slots__ = (
         "body", "error", "expires", "gate", "kind", "losses", "method", "number", "once", "reply", "seconds", "sent",
+        "waits",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, method: str, body: Body, seconds: float, once: bool) -> None:
+    def __init__(self, kind: Kind, method: str, body: Body, seconds: float, once: bool, waits: bool = False) -> None:
         self.kind = kind
         self.method = method
         self.body = body
         self.seconds = seconds
         self.expires = time.monotonic() + seconds
         self.once = once
+        self.waits = waits
         self.number = 0
         self.sent = False
         self.losses = 0  # Number of connections that were lost after the call was sent.
@@ -140,6 +143,8 @@ class RpcConnection:
         # Guarded by the lock of the port.
         self._calls: dict[int, Call] = {}
         self._unsent: dict[int, Call] = {}  # The calls of `_calls` that are still to be sent, in order.
+        self._share = limits.of_peer(waits=False)
+        self._held = [0, 0]  # Calls that the server may hold now, and their bytes.
         self._iterators = 0  # Number of iterators that the server keeps open for this connection.
         self._leader: Call | None = None
         self._leading = 0  # Thread id of the leader.
@@ -314,9 +319,10 @@ class RpcConnection:
     def _flush(self) -> None:
         while self._unsent and self._connected:
             number, call = next(iter(self._unsent.items()))
-            if not self._send(call):
+            if not self._has_share(call) or not self._send(call):
                 break
             self._unsent.pop(number, None)
+            self._count_held(call, 1)
         while self._dropped:
             self._iterators -= 1
             call = self._dropped.popleft()
@@ -324,6 +330,16 @@ class RpcConnection:
                 call.number = next(self._numbers)
                 self._send(call)
         self._drain()
+
+    def _has_share(self, call: Call) -> bool:
+        """Whether the server may hold this call in addition to those that were sent; see `Limits.peer_share`."""
+        (calls, nbytes), (most_calls, most_bytes) = self._held, self._share
+        return call.waits or not calls or (calls < most_calls and nbytes + call.body.decoded_bytes <= most_bytes)
+
+    def _count_held(self, call: Call, change: int) -> None:
+        if not call.waits:
+            self._held[0] += change
+            self._held[1] += change * call.body.decoded_bytes
 
     def _send(self, call: Call) -> bool:
         seconds = max(0.0, call.expires - time.monotonic())
@@ -350,8 +366,7 @@ class RpcConnection:
             self._end(call, reply=message)
 
     def _end(self, call: Call, *, reply: Message | None = None, error: PersiaError | None = None) -> None:
-        self._calls.pop(call.number, None)
-        self._unsent.pop(call.number, None)
+        self._remove(call)
         call.reply, call.error = reply, error
         if call is self._leader:
             if threading.get_ident() != self._leading:
@@ -386,15 +401,24 @@ class RpcConnection:
                 call.losses += call.sent
                 call.sent = False
                 self._unsent[call.number] = call
+        self._held = [0, 0]
 
     # --- ends and errors ----------------------------------------------------------------------------------------
 
     def _forget(self, call: Call) -> None:
         with self._port.lock:
-            self._calls.pop(call.number, None)
-            self._unsent.pop(call.number, None)
+            self._remove(call)
             if call.gate is not None and self._leader is None:
                 self._promote()  # This thread may have been woken to lead just as it gave up.
+
+    def _remove(self, call: Call) -> None:
+        """Drops a call that is over, or that its caller has given up."""
+        known = self._calls.pop(call.number, None)
+        waiting = self._unsent.pop(call.number, None)
+        if known is not None and waiting is None:
+            self._count_held(call, -1)
+            if self._unsent:
+                self._port.wake()  # The leader sends the calls that waited for this one.
 
     def _check_process(self) -> None:
         if self._process != os.getpid():

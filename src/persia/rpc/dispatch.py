@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import heapq
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -53,8 +53,32 @@ class Job(NamedTuple):
     call: int = 0
 
 
+_NONE = [0, 0]
+
+
+class _Peer:
+    """The jobs that a connection holds, by whether they wait for others.
+
+    Attributes:
+        jobs: number of jobs that are queued or run.
+        nbytes: their size in bytes, decoded.
+        turn: turn of its last job.
+    """
+
+    __slots__ = ("jobs", "nbytes", "turn")
+
+    def __init__(self) -> None:
+        self.jobs = [0, 0]
+        self.nbytes = [0, 0]
+        self.turn = 0
+
+
 class Backlog:
-    """A bounded first-in, first-out queue of jobs. Not thread-safe; the server locks it.
+    """A bounded queue of jobs. Not thread-safe; the server locks it.
+
+    Connections take turns, so that none has to wait for all jobs of another one; jobs of a connection are taken in the
+    order of their arrival. This is fair queueing: the turn of a job is one after that of the connection's last job, but
+    not before the turn that is being served.
 
     Args:
         limits: bounds on the number and size of requests.
@@ -68,9 +92,12 @@ class Backlog:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._share = None if limits.peer_share == 1 else [limits.of_peer(waits=waits) for waits in (False, True)]
         self._arrivals = itertools.count()
-        # By whether the jobs wait for others; each job with its position in the order of arrival.
-        self._queues: dict[bool, collections.deque[tuple[int, Job]]] = {w: collections.deque() for w in (False, True)}
+        # Heaps by whether the jobs wait for others; each job with its turn and its position in the order of arrival.
+        self._queues: dict[bool, list[tuple[int, int, Job]]] = {False: [], True: []}
+        self._peers: dict[bytes, _Peer] = {}
+        self._turn = 0
         self.requests = 0
         self.nbytes = 0
         self.waiting = 0
@@ -85,16 +112,45 @@ class Backlog:
         """Whether a job is queued."""
         return any(self._queues.values())
 
+    def held(self, job: Job) -> tuple[int, int]:
+        """Returns the number and the decoded bytes of the jobs of its kind that the connection of a job holds."""
+        peer = self._peers.get(job.peer)
+        return (peer.jobs[job.waits], peer.nbytes[job.waits]) if peer is not None else (0, 0)
+
+    def has_share(self, job: Job) -> bool:
+        """Whether the connection of a job may hold it in addition to what it holds."""
+        peer = self._peers.get(job.peer)
+        if peer is None or self._share is None:  # The limits for all suffice, which a moment's reading may exceed.
+            return True
+        jobs, (most_jobs, most_bytes) = peer.jobs[job.waits], self._share[job.waits]
+        return not jobs or (jobs < most_jobs and peer.nbytes[job.waits] + job.nbytes <= most_bytes)
+
     def put(self, job: Job) -> None:
         """Appends a job."""
         self.requests += 1
         self.nbytes += job.nbytes
-        self._queues[job.waits].append((next(self._arrivals), job))
+        peer = self._peers.get(job.peer)
+        if peer is None:
+            peer = self._peers[job.peer] = _Peer()
+        peer.jobs[job.waits] += 1
+        peer.nbytes[job.waits] += job.nbytes
+        peer.turn = max(peer.turn, self._turn) + 1
+        heapq.heappush(self._queues[job.waits], (peer.turn, next(self._arrivals), job))
 
     def take(self, only_waiting: bool) -> Job | None:
-        """Removes the first job, or the first one that waits for others; None without one. It counts until `done`."""
-        queues = [queue for waits, queue in self._queues.items() if queue and (waits or not only_waiting)]
-        return min(queues, key=lambda queue: queue[0][0]).popleft()[1] if queues else None
+        """Removes the job whose turn it is, or the one of those that wait for others; None without one.
+
+        It counts until `done`.
+        """
+        queue = self._queues[True]
+        others = self._queues[False]
+        if others and not only_waiting and (not queue or others[0][:2] < queue[0][:2]):
+            queue = others
+        if not queue:
+            return None
+        turn, _, job = heapq.heappop(queue)
+        self._turn = max(self._turn, turn)
+        return job
 
     def admits(self, job: Job) -> bool:
         """Whether one more job may wait for others."""
@@ -107,8 +163,24 @@ class Backlog:
         self.waiting += 1
         self.waiting_nbytes += job.nbytes
 
+    def refuse(self, job: Job, work: Callable[[], Reply]) -> Job:
+        """Turns a taken job that would wait for others into one that only makes its reply."""
+        peer = self._peers[job.peer]
+        for counts, amount in ((peer.jobs, 1), (peer.nbytes, job.nbytes)):
+            counts[True] -= amount
+            counts[False] += amount
+        return job._replace(work=work, waits=False)
+
+    def ran(self, job: Job) -> None:
+        """Marks a job as answered: its client may send another one as soon as it has the reply."""
+        peer = self._peers[job.peer]
+        peer.jobs[job.waits] -= 1
+        peer.nbytes[job.waits] -= job.nbytes
+        if peer.jobs == _NONE:
+            del self._peers[job.peer]
+
     def done(self, job: Job) -> None:
-        """Marks a taken job as finished."""
+        """Marks a taken job as finished, after `ran`."""
         if job.waits:
             self.waiting -= 1
             self.waiting_nbytes -= job.nbytes
@@ -123,10 +195,12 @@ class Backlog:
         """Drops queued jobs whose client has given up; returns their number."""
         dropped = 0
         for waits, queue in self._queues.items():
-            late = [job for _, job in queue if job.expires <= now]
+            late = [job for _, _, job in queue if job.expires <= now]
             if late:
-                self._queues[waits] = collections.deque(entry for entry in queue if entry[1].expires > now)
+                self._queues[waits] = [entry for entry in queue if entry[2].expires > now]
+                heapq.heapify(self._queues[waits])
             for job in late:
+                self.ran(job)
                 self._forget(job)
             dropped += len(late)
         return dropped
@@ -198,7 +272,7 @@ class Dispatcher:
             kind, value = work()
             if kind is Kind.CLOSE:
                 return None
-            payload, arrays = body(value, self._limits)
+            payload, arrays, _ = body(value, self._limits)
             return Reply(header_bytes(kind, call, "", 0.0, payload), arrays)
         except BaseException as error:
             self._count("errors")
@@ -211,7 +285,7 @@ class Dispatcher:
 
     def failure(self, call: int, error: BaseException) -> Reply:
         """Makes the reply for an exception."""
-        payload, arrays = failure(error, self._limits)
+        payload, arrays, _ = failure(error, self._limits)
         return Reply(header_bytes(Kind.ERROR, call, "", 0.0, payload), arrays)
 
     def _prepare(self, message: Message) -> Callable[[], tuple[Kind, object]]:

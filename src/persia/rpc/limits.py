@@ -36,7 +36,7 @@ class Limits:
         connections: maximum number of connections; beyond it the server closes the newest one of the host with the
             most.
         strangers: maximum number of connections that have not authenticated yet. Beyond it the server closes one whose
-            handshake takes more than a second, or else the new one.
+            handshake takes more than a second, or else the newest one of the host with the most.
         unread_bytes: maximum total bytes of messages that have not been read, most of them unfinished, and maximum
             memory that they take in ZeroMQ; beyond it the server closes the connections with the most. The memory of
             tiny frames is up to 32 times their bytes, and is bounded only with glibc 2.33 or newer. A quarter of the
@@ -44,6 +44,9 @@ class Limits:
         threads: maximum number of methods that run or block at the same time; further requests wait.
         waiting: maximum number of running methods that wait for calls of other clients; further ones are refused.
         waiting_bytes: maximum total bytes of their requests once they are decoded; headers count 128 times.
+        peer_share: largest share of `requests`, `request_bytes`, `waiting` and `waiting_bytes` that one connection may
+            hold, at most 1. A client keeps further requests until others are answered; a server refuses those of a
+            client with other limits, and calls that wait for other clients. A single message may exceed the bytes.
         streams: maximum number of open iterators.
         stream_seconds: seconds without a request after which an iterator is closed.
         unread_replies: maximum number of replies that wait for one client; methods with further replies block.
@@ -60,6 +63,7 @@ class Limits:
     threads: int = 256
     waiting: int = 8192
     waiting_bytes: int = 32 << 30
+    peer_share: float = 0.5
     streams: int = 64
     stream_seconds: float = 60.0
     unread_replies: int = 64
@@ -68,6 +72,10 @@ class Limits:
         for name in self.__slots__:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Limits.{name} = {getattr(self, name)!r} must be positive; correct it.", field=name)
+        if self.peer_share > 1:
+            raise ConfigError(
+                f"Limits.peer_share = {self.peer_share!r} is more than all; choose at most 1.", field="peer_share"
+            )
         if self.header_bytes < MIN_HEADER_BYTES:
             raise ConfigError(
                 f"Limits.header_bytes = {self.header_bytes} is too small for an error; allow {MIN_HEADER_BYTES} or "
@@ -76,3 +84,12 @@ class Limits:
             )
         if self.arrays > 65535:
             raise ConfigError(f"Limits.arrays = {self.arrays}: the wire format has at most 65535.", field="arrays")
+
+    def of_peer(self, *, waits: bool) -> tuple[int, int]:
+        """Returns the number of requests that a connection may hold, and their bytes once they are decoded.
+
+        Args:
+            waits: whether they wait for calls of other clients.
+        """
+        count, nbytes = (self.waiting, self.waiting_bytes) if waits else (self.requests, self.request_bytes)
+        return max(1, int(count * self.peer_share)), int(nbytes * self.peer_share)

@@ -86,10 +86,12 @@ class Body(NamedTuple):
     Attributes:
         payload: msgpack.
         arrays: arrays that the payload refers to.
+        decoded_bytes: upper bound on `Message.decoded_bytes` of the message at its receiver.
     """
 
     payload: bytes
     arrays: Arrays
+    decoded_bytes: int
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -116,7 +118,7 @@ def body(value: object, limits: Limits) -> Body:
             "time, or raise the limit on both sides.",
             bytes=size, limit=limits.message_bytes,
         )  # fmt: skip
-    return Body(payload, arrays)
+    return Body(payload, arrays, size + _DECODED_BYTES * len(payload))
 
 
 def header_bytes(kind: Kind, call: int, method: str, seconds: float, payload: bytes) -> bytes:

@@ -145,11 +145,11 @@ class Server:
 
         Counters: `calls`; `errors` raised by methods; `malformed` messages, which are rejected; `expired` calls, which
         are not run as their deadline has passed; `replies_dropped` as the client was gone; `key_changes`, after each of
-        which clients connect again; `connections`;
+        which clients connect again; `requests_refused`, as their client held its share; `connections`;
         `disconnections`; `handshakes_failed` (also due to wrong keys); `connections_refused`, which were too
         many, or sent more or took more memory than an honest client does; `streams_expired`.
         """
-        names = ("calls", "errors", "malformed", "expired", "replies_dropped", "key_changes")
+        names = ("calls", "errors", "malformed", "expired", "replies_dropped", "key_changes", "requests_refused")
         streams = self._dispatcher.streams
         with self._state:
             counters = {name: self._counts[name] for name in (*names, *sorted(set(_COUNTS.values())))}
@@ -249,7 +249,7 @@ class Server:
         if job.waits:
             # Without another thread nothing would read the call that it waits for.
             if not backlog.admits(job) or backlog.waiting + 1 >= len(self._threads):
-                return job._replace(work=functools.partial(self._refuse, job), waits=False)
+                return backlog.refuse(job, functools.partial(self._refuse, job))
             backlog.wait(job)
             self._resume()
         return job
@@ -272,7 +272,11 @@ class Server:
     def _run(self, job: Job) -> None:
         """Runs a job and sends its reply. Never raises, as the thread must continue."""
         try:
-            reply = job.work()
+            try:
+                reply = job.work()
+            finally:
+                with self._state:  # Before the reply, as the client may send its next request right after it.
+                    self._backlog.ran(job)
             # A client with a full buffer blocks this thread, which throttles the client.
             while reply is not None and not self._offer(job.peer, reply, job.expires):
                 time.sleep(FULL_SECONDS)
@@ -391,7 +395,8 @@ class Server:
         if waiting:
             streams.refresh()
         elif streams.late():
-            self._enqueue(Job(b"", 0, math.inf, streams.expire))
+            with self._state:
+                self._backlog.put(Job(b"", 0, math.inf, streams.expire))
 
     def _renew(self) -> None:
         """Listens with the new first key. Ends all connections: clients connect again, and repeat their calls."""
@@ -420,16 +425,32 @@ class Server:
         expires = now + (CLOSE_SECONDS if header.kind is Kind.CLOSE else header.seconds)
         work = functools.partial(self._dispatcher.answer, message, expires)
         job = Job(peer, message.decoded_bytes, expires, work, self._dispatcher.waits(message), header.call)
-        if self._dispatcher.inline(message):
+        if inline := self._dispatcher.inline(message):
             reply = job.work()
             if reply is None or self._offer(peer, reply, expires):
                 return
             job = job._replace(work=lambda: reply, waits=False)
-        self._enqueue(job)
-
-    def _enqueue(self, job: Job) -> None:
         with self._state:
-            self._backlog.put(job)
+            refused = not (inline or header.kind is Kind.CLOSE or self._backlog.has_share(job))
+            if not refused:
+                self._backlog.put(job)
+        if refused:
+            self._offer(peer, self._share_refusal(job), now)
+
+    def _share_refusal(self, job: Job) -> Reply:
+        """Makes the reply to a request beyond the share of its connection."""
+        with self._state:
+            (calls, nbytes), (most_calls, most_bytes) = self._backlog.held(job), self._limits.of_peer(waits=job.waits)
+            self._counts["requests_refused"] += 1
+        error = PersiaError(
+            f"{self._port.address} refused a call of {job.nbytes} bytes: this client already has {calls} calls with "
+            f"{nbytes} bytes here (decoded; headers count 128 times). One client may have {most_calls} calls and "
+            f"{most_bytes} bytes, as Limits.peer_share is {self._limits.peer_share:g}. Give client and server the same "
+            "Limits, or wait for replies before you make further calls.",
+            calls=calls,
+            bytes=nbytes,
+        )
+        return self._dispatcher.failure(job.call, error)
 
     # --- sending ----------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class RemoteMethod:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         method = self._method
         arguments = body(method.bind(args, kwargs), self._connection.limits)
-        return Call(Kind.CALL, method.name, arguments, self._timeout, method.once)
+        return Call(Kind.CALL, method.name, arguments, self._timeout, method.once, method.waits)
 
     def _value(self, call: Call) -> Any:
         header, frames, _ = self._connection.wait(call)

@@ -190,6 +190,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "rpc_malformed": MetricKind("counter", "messages refused as malformed"),
     "rpc_expired": MetricKind("counter", "calls not run because their deadline had passed"),
     "rpc_replies_dropped": MetricKind("counter", "replies whose caller was gone"),
+    "rpc_requests_refused": MetricKind("counter", "requests refused because their client held its share of the limits"),
     "rpc_key_changes": MetricKind("counter", "changes of the keys that a process listens with"),
     "rpc_connections_refused": MetricKind(
         "counter", "connections closed because they were too many, sent too much or took too much memory"
