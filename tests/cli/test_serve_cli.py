@@ -217,7 +217,7 @@ def test_a_server_with_items_answers_retrieve(tmp_path):
         (["--import", "no_such_module"], "Cannot import 'no_such_module'"),
         (["--max-batch", "0"], "Invalid max_batch = 0"),
         (["--max-body-bytes", "much"], "Invalid max_body_bytes = 'much'"),
-        (["--key-file", "nowhere"], "Cannot read the keys in nowhere"),
+        (["--key-file", "nowhere"], "The keys of clients in nowhere cannot be read"),
         (["--tls-cert", "cert.pem"], "TLS needs a certificate and its key"),
         (["--item-key", "item"], "--item-key needs --items"),
         (["--items", "items.parquet", "--rows", "tcp://127.0.0.1:1"], "--items needs the rows in this process"),

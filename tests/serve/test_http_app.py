@@ -18,7 +18,7 @@ import pytest
 from persia.errors import ConfigError, DeadlineError, PublishError
 from persia.serve.http.app import create_app
 from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
-from persia.serve.http.keys import ClientKeys, read_keys
+from persia.serve.http.keys import ClientKeyFile, ClientKeys, read_keys
 from persia.serve.http.lag import Lag
 from persia.serve.http.limits import ServeLimits
 from support.served import SCHEMA, FakePredictor, FakeRetriever, State, expected
@@ -388,6 +388,10 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
     assert read_keys(None) is None
     path = tmp_path / "keys"
     path.write_text(f"# of the shop\n{KEY}\n\n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match=f"chmod 600 {path}"):
+        read_keys(str(path))
+    path.chmod(0o600)
     assert read_keys(str(path)).accept(f"Bearer {KEY}")
     monkeypatch.setenv("PERSIA_SERVE_KEYS", f"{KEY},{KEY[::-1]}")
     assert read_keys(None).accept(f"Bearer {KEY[::-1]}")
@@ -397,8 +401,36 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
         with pytest.raises(ConfigError) as error:
             read_keys(str(path))
         assert bad not in error.value.message or not bad
-    with pytest.raises(ConfigError, match="Cannot read the keys"):
+    with pytest.raises(ConfigError, match=r"none cannot be read: .*No such file"):
         read_keys(str(tmp_path / "none"))
+
+
+def test_keys_change_while_the_server_runs(tmp_path, caplog):
+    now, path = [0.0], tmp_path / "keys"
+    path.touch(0o600)
+    path.write_text(KEY)
+    keys = ClientKeyFile(str(path), lambda: now[0])
+    path.write_text(f"{KEY[::-1]}\n{KEY}")
+    assert not keys.accept(f"Bearer {KEY[::-1]}")  # It looks once a second.
+    now[0] = 1.0
+    assert keys.accept(f"Bearer {KEY[::-1]}")
+    assert keys.accept(f"Bearer {KEY}")
+    path.write_text(KEY[::-1])
+    assert keys.accept(f"Bearer {KEY}")
+    now[0] = 2.0
+    assert not keys.accept(f"Bearer {KEY}")
+    path.write_text("short")
+    for now[0] in (3.0, 4.0):
+        assert keys.accept(f"Bearer {KEY[::-1]}")
+    path.unlink()
+    path.mkdir()
+    for now[0] in (5.0, 6.0):
+        assert keys.accept(f"Bearer {KEY[::-1]}")
+    warnings = [record.getMessage() for record in caplog.records]
+    assert ["Key 1 has 5 characters" in text for text in warnings] == [True, False]
+    assert "Is a directory" in warnings[1]
+    assert all(text.endswith("Until then the earlier keys are accepted.") for text in warnings)
+    assert KEY[::-1] not in caplog.text
 
 
 def test_a_name_of_another_site_is_refused():

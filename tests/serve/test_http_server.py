@@ -343,6 +343,7 @@ def test_keys_and_tls(tmp_path):
     names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
     subprocess.run(["openssl", *made, *names], check=True, capture_output=True)
     (tmp_path / "keys").write_text(KEY)
+    (tmp_path / "keys").chmod(0o600)
     options = {"tls_cert": cert, "tls_key": key, "key_file": keys}
     with serving(FakePredictor(), ca_file=cert, **options) as url:
         assert url.startswith("https://")
@@ -356,6 +357,10 @@ def test_keys_and_tls(tmp_path):
         assert isinstance(error.value.__cause__, ssl.SSLError)
     with pytest.raises(ConfigError, match="give tls_cert and tls_key"):
         HttpOptions(tls_cert=cert)
+    (tmp_path / "key.pem").chmod(0o604)
+    with pytest.raises(ConfigError, match=f"chmod 600 {key}"):
+        HttpOptions(tls_cert=cert, tls_key=key)
+    (tmp_path / "key.pem").chmod(0o600)
     with (
         pytest.raises(ConfigError, match="Cannot use the certificate"),
         serving(FakePredictor(), tls_cert=key, tls_key=key),

@@ -8,6 +8,7 @@ import msgspec
 
 from persia.checks import check_flag, check_seconds, plain_fields
 from persia.errors import ConfigError
+from persia.secret_files import SecretFile
 from persia.serve.http.limits import ServeLimits
 from persia.telemetry.process import LOOPBACK, check_port
 
@@ -22,9 +23,10 @@ class HttpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         port: port to listen on; 0 for any free port.
         reuse_port: let several servers of this host listen on one port; the kernel spreads connections over them.
         limits: limits of requests.
-        key_file: file with the keys of clients, one per line. Without it, the keys in PERSIA_SERVE_KEYS, or no keys.
+        key_file: file with the keys of clients, one per line, to which no other user has access. It is read again when
+            it changes. Without it, the keys in PERSIA_SERVE_KEYS, or no keys.
         tls_cert: certificate chain, in PEM. Without it, the server speaks plain HTTP.
-        tls_key: key of the certificate, in PEM.
+        tls_key: key of the certificate, in PEM, to which no other user has access.
         insecure: listen on other interfaces without keys, for networks that only trusted clients can reach.
         drain_seconds: time for requests in progress to complete after SIGTERM.
 
@@ -54,3 +56,5 @@ class HttpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             path = getattr(self, name)
             if path is not None and not os.access(path, os.R_OK):
                 raise ConfigError(f"Cannot read {name} = {path!r}; give a file in PEM.", field=name)
+        if self.tls_key is not None:
+            SecretFile(self.tls_key, "The TLS keys in", "Give a file in PEM.").check()
