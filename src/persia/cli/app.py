@@ -18,6 +18,7 @@ from persia.cli.health import health
 from persia.cli.import_rows import import_
 from persia.cli.importance import importance
 from persia.cli.init import init
+from persia.cli.keys import keys_app
 from persia.cli.plan import plan
 from persia.cli.regions import cluster_app
 from persia.cli.report import report
@@ -64,6 +65,7 @@ app.command()(evaluate)
 app.command()(predict)
 app.command()(importance)
 app.add_typer(control_app, name="control")
+app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
 
 
