@@ -1,5 +1,7 @@
 """Trains over the hosts of Ray until its input ends; prints one line of JSON each second, and the result.
 
+With the argument `metrics`, roles listen for Prometheus.
+
 The input line `scale` adds an embedding worker, which may run on a host that has just joined.
 """
 
@@ -22,12 +24,12 @@ BATCH = 512
 REPORT_SECONDS = 1.0
 
 
-def main(folder: str) -> None:
+def main(folder: str, *extras: str) -> None:
     ray.init(address="auto", log_to_driver=False, logging_level="error")
     reader = persia.data.synthetic(
         1 << 40, id_features=8, ids_per_feature=20_000, dense_features=4, batch_size=BATCH, dim=16
     )
-    options = RayOptions(threads=1, timeout=180.0)
+    options = RayOptions(threads=1, timeout=180.0, prometheus_port=0 if "metrics" in extras else None)
     # With a placement, so that a new process goes to the host with the fewest: the one that has joined.
     with Ray(2, 2, 1, 2, options, {"embedding_worker": {"strategy": "spread"}}) as cluster:
         torch.manual_seed(0)
@@ -105,4 +107,4 @@ def _send(**values: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
