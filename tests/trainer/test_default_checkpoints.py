@@ -1,13 +1,15 @@
 """Checkpoints that nobody asked for: a cluster of processes with a `checkpoint_dir` writes them now and then."""
 
+import logging
 import time
 
 import pytest
 from test_resume import adam, model, reader
 
 import persia
-from persia.checkpoint import list_checkpoints
-from persia.errors import ConfigError
+from persia.checkpoint import CheckpointWriter, list_checkpoints
+from persia.checkpoint.row_files import RowFiles
+from persia.errors import CheckpointError, ConfigError, RemoteError
 from persia.modes import Sync
 from persia.optim import Adagrad
 from persia.trainer import checkpointing as saving
@@ -81,7 +83,7 @@ def test_they_take_at_most_a_tenth_of_the_time(tmp_path, seconds, ago, due, aske
     options = {"checkpoint_every_seconds": 600.0} if asked_for else {}
     t = trainer(InProcesses(), checkpoint_dir=str(tmp_path), **options)
     t.fit(reader(), max_steps=1)
-    t.checkpointing._last = saving._Written(time.monotonic() - ago, 1, seconds)
+    t.checkpointing._attempt = saving._Written(time.monotonic() - ago, 1, seconds)
     assert t.checkpointing.begin_periodic() == (due or asked_for)
     t.checkpointing.wait()
 
@@ -97,3 +99,79 @@ def test_they_are_not_evaluated(tmp_path, often, monkeypatch):
     t.fit(reader(), reader())
     assert len(list_checkpoints(tmp_path)) > 1
     assert len(evaluated) == 1  # At the end.
+
+
+def full(*_, **__):
+    raise CheckpointError("full")
+
+
+@pytest.mark.parametrize("where", ["before", "while"])
+def test_their_failures_do_not_end_training(tmp_path, often, monkeypatch, caplog, where):
+    """And are logged ever more rarely: nobody may look at them for days."""
+    t = trainer(InProcesses(), checkpoint_dir=str(tmp_path))
+    t.fit(reader(), max_steps=1)
+    checkpointing = t.checkpointing
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "persia.checkpoint"):
+        if where == "before":
+            patch.setattr(saving, "CheckpointWriter", full)
+        else:
+            patch.setattr(CheckpointWriter, "commit", full)
+            patch.setattr(RowFiles, "rows", full)
+        for _ in range(9):
+            checkpointing.begin_periodic()
+            if checkpointing._thread is not None:
+                checkpointing._thread.join()
+        if where == "while":
+            with pytest.raises(CheckpointError, match="full"):
+                checkpointing.wait()
+    assert checkpointing.metrics()["checkpoint_failures"] == 9
+    numbers = [record.args[0] for record in caplog.records if "training continues" in record.msg]
+    assert numbers == [1, 2, 4, 8]
+    assert t.fit(reader()).global_step == 20
+
+
+def test_those_that_were_asked_for_end_it(tmp_path, monkeypatch):
+    t = trainer(InProcesses(), checkpoint_dir=str(tmp_path), checkpoint_every_steps=1000)
+    t.fit(reader(), max_steps=1)
+    monkeypatch.setattr(saving, "CheckpointWriter", full)
+    assert not t.checkpointing.begin_periodic()
+    with pytest.raises(CheckpointError, match="full"):
+        t.checkpointing.begin_periodic()
+
+
+@pytest.mark.parametrize("where", ["before", "while"])
+def test_the_time_of_failed_ones_counts_as_well(tmp_path, monkeypatch, where):
+    t = trainer(InProcesses(), checkpoint_dir=str(tmp_path))
+    t.fit(reader(), max_steps=1)
+
+    def slowly(*_, **__):
+        time.sleep(0.05)
+        raise CheckpointError("full")
+
+    monkeypatch.setattr(saving, "MOST_TIME", 1e-9)
+    monkeypatch.setattr(saving, "write_states" if where == "before" else "write_rows", slowly)
+    monkeypatch.setattr(saving, "_held_states", lambda _: None if where == "before" else [])
+    t.checkpointing._attempt = None
+    assert t.checkpointing.begin_periodic() == (where == "while")
+    if where == "while":
+        t.checkpointing._thread.join()
+    assert t.checkpointing._attempt.seconds >= 0.05
+    assert not t.checkpointing.begin_periodic()
+    assert t.checkpointing.metrics()["checkpoint_failures"] == 1
+    t.checkpointing._failure = None
+
+
+def test_a_ps_that_cannot_do_it_does_not_end_training(tmp_path, often, monkeypatch):
+    """Nothing but the checkpoint is harmed by a PS without memory or threads for it."""
+
+    def broken(*_, **__):
+        raise RemoteError("MemoryError", kind="MemoryError")
+
+    t = trainer(InProcesses(), checkpoint_dir=str(tmp_path), checkpoint_every_steps=10)
+    t.fit(reader(), max_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_rows", broken)
+        assert t.checkpointing.begin_periodic()
+        t.checkpointing._thread.join()
+    assert t.fit(reader()).global_step == 20
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [1, 11, 20]

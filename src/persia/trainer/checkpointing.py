@@ -20,7 +20,15 @@ from persia.checkpoint import Base, CheckpointWriter, Score
 from persia.checkpoint.row_writing import write_rows, write_states
 from persia.checkpoint.throttle import Throttle
 from persia.config import dump
-from persia.errors import CheckpointError, DeadlineError, PeerRestartedError, PersiaError, StoreError, WireError
+from persia.errors import (
+    CheckpointError,
+    DeadlineError,
+    PeerRestartedError,
+    PersiaError,
+    RemoteError,
+    StoreError,
+    WireError,
+)
 from persia.modes import Sync
 from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
@@ -83,7 +91,7 @@ class _Chain(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """Completion time of the last checkpoint, its step, and its duration since the state was captured."""
+    """Time at which writing a checkpoint ended, its step, and its duration since the state was captured."""
 
     at: float
     step: int
@@ -122,8 +130,12 @@ class Checkpointing:
         self._failure: BaseException | None = None
         self._failures = 0
         self._last: _Written | None = None
-        self._failing = False
-        """Whether the last checkpoint that was begun in the background has failed."""
+        self._attempt: _Written | None = None
+        """The last attempt, even if it has failed."""
+        self._failed_in_a_row = {True: 0, False: 0}
+        """Checkpoints in the background that have failed since one was written, by whether they were asked for."""
+        self._asked_for = True
+        """Whether the checkpoint that is being written in the background was asked for."""
         self._warned_of_skips = False
         self._diverged = False
         """Whether the model has diverged since the last checkpoint was begun."""
@@ -195,13 +207,14 @@ class Checkpointing:
             Whether it was begun.
 
         Raises:
-            CheckpointError: two in a row have failed. A single one is logged as a warning, as the next replaces it.
+            CheckpointError: two in a row have failed. A single one is logged as a warning, as the next replaces it;
+                without an interval in the options, any number is.
         """
-        replicas = self._network.replicas
+        replicas, asked_for = self._network.replicas, not self._options.checkpoints_by_default
         if replicas.run_on_rank0(lambda: self._too_soon() or self._still_writing(), bool):
             return False
         captured = self.capture()
-        return replicas.run_on_rank0(lambda: self.begin(self._directory, captured), bool)
+        return replicas.run_on_rank0(lambda: self.begin(self._directory, captured, asked_for=asked_for), bool)
 
     def begin_best(self) -> bool:
         """Begins a checkpoint of a state that is the best so far; see `begin_periodic`.
@@ -253,20 +266,27 @@ class Checkpointing:
         # Nothing trains, so no row changes before it is read.
         return self._prepare(directory, captured, live=True)(1.0)
 
-    def begin(self, directory: str, captured: CheckpointState) -> bool:
-        """Begins to write a checkpoint of the captured state in the background; see `begin_periodic`."""
+    def begin(self, directory: str, captured: CheckpointState, *, asked_for: bool = True) -> bool:
+        """Begins to write a checkpoint of the captured state in the background; see `begin_periodic`.
+
+        Args:
+            directory: where to write.
+            captured: the state.
+            asked_for: whether the options ask for it; otherwise its failure does not end training.
+        """
         was_begun = self._thread is not None
         try:
             self.wait()
             if was_begun:
-                self._failing = False
+                self._failed_in_a_row = {True: 0, False: 0}
         except CheckpointError as error:
-            self._tolerate_once(error)
+            self._tolerate(error, asked_for=self._asked_for)
         try:
             write = self._prepare(directory, captured, live=not captured.consistent)
         except CheckpointError as error:
-            self._tolerate_once(error)
+            self._tolerate(error, asked_for=asked_for)
             return False
+        self._asked_for = asked_for
         self._hurry.clear()
 
         def run() -> None:
@@ -284,7 +304,7 @@ class Checkpointing:
         """Whether a checkpoint that nobody asked for would take too much of the time."""
         if not self._options.checkpoints_by_default:
             return False
-        last = self._last
+        last = self._attempt
         if self.busy or last is None:
             return self.busy
         return last.seconds > MOST_TIME * (last.seconds + time.monotonic() - last.at)
@@ -309,12 +329,18 @@ class Checkpointing:
         watched = self._declared.watched
         return Score(watched.name, seen.last, watched.score(seen.last)) if watched.name == seen.metric else None
 
-    def _tolerate_once(self, error: CheckpointError) -> None:
-        """Logs the error of a checkpoint; raises it if the checkpoint before has failed, too."""
-        if self._failing:
+    def _tolerate(self, error: CheckpointError, *, asked_for: bool) -> None:
+        """Logs the error of a checkpoint; raises it if it was asked for and is the second one in a row."""
+        failed = self._failed_in_a_row[asked_for] = self._failed_in_a_row[asked_for] + 1
+        if asked_for and failed > 1:
             raise error
-        self._failing = True
-        LOG.warning("A checkpoint has failed; training continues: %s", error)
+        rare = failed & (failed - 1) == 0  # The 1st, 2nd, 4th, 8th, ...
+        LOG.log(
+            logging.WARNING if rare else logging.DEBUG,
+            "A checkpoint has failed (%d in a row); training continues: %s",
+            failed,
+            error,
+        )
 
     def _prepare(self, directory: str, captured: CheckpointState, *, live: bool) -> Callable[[float], str]:
         """Copies the network and the captured state, and begins snapshots of all PSs, before training continues.
@@ -333,8 +359,15 @@ class Checkpointing:
         chain = self._chain if self._may_add_increment(directory, step, options.checkpoint_increments) else None
         self._chain = None
         self._diverged = False
-        writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keeps_best)
+
+        def attempted() -> _Written:
+            now = time.monotonic()
+            self._attempt = _Written(now, step, now - began)
+            return self._attempt
+
+        writer: CheckpointWriter | None = None
         try:
+            writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keeps_best)
             with _as_checkpoint_error(step):
                 # The state of PSs besides rows changes with every batch: read it before training continues.
                 if (states := _held_states(servers)) is None:
@@ -347,7 +380,10 @@ class Checkpointing:
                 name, infos = _begin_snapshots(servers, since, directory, live=live)
                 self._snapshot = name
         except BaseException:
-            writer.abort()
+            self._failures += 1
+            attempted()
+            if writer is not None:
+                writer.abort()
             raise
         stream = state.stream
         whole = all(info.whole for info in infos)
@@ -391,13 +427,13 @@ class Checkpointing:
                     )
             except BaseException:
                 self._failures += 1
+                attempted()
                 raise
             if stream is not None:  # Only now: nobody goes back to before these offsets.
                 stream.commit(training["offsets"])
                 state.covered("checkpoint", training["position"])
             increments = 0 if whole or chain is None else chain.increments + 1
-            now = time.monotonic()
-            self._last = _Written(now, step, now - began)
+            self._last = attempted()
             self._chain = _Chain(directory, Base(step, writer.content), [info.numbers for info in infos], increments)
             self.on_written(path)
             return path
@@ -412,10 +448,10 @@ class Checkpointing:
 
 @contextmanager
 def _as_checkpoint_error(step: int) -> Iterator[None]:
-    """Raises CheckpointError in place of the error of a PS that is late, or was restarted: its snapshot is gone."""
+    """Raises CheckpointError in place of the error of a PS that is late, was restarted, or has an error of its own."""
     try:
         yield
-    except (*PS_RESTARTED, DeadlineError) as error:
+    except (*PS_RESTARTED, DeadlineError, RemoteError) as error:
         raise CheckpointError(
             f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.", step=step
         ) from error
