@@ -7,7 +7,7 @@ import pytest
 from test_resume import adam, model, reader
 
 import persia
-from persia.checkpoint import CheckpointWriter, list_checkpoints
+from persia.checkpoint import CheckpointReader, CheckpointWriter, list_checkpoints
 from persia.checkpoint.row_files import RowFiles
 from persia.errors import CheckpointError, ConfigError, RemoteError
 from persia.modes import Sync
@@ -175,3 +175,17 @@ def test_a_ps_that_cannot_do_it_does_not_end_training(tmp_path, often, monkeypat
         t.checkpointing._thread.join()
     assert t.fit(reader()).global_step == 20
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [1, 11, 20]
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_every_steps": 5, "eval_every_steps": 3}])
+@pytest.mark.parametrize("steps", [10, None])
+def test_the_last_state_is_scored_though_an_unscored_checkpoint_of_it_was_begun(tmp_path, often, steps, options):
+    t = trainer(InProcesses(), checkpoint_dir=str(tmp_path), keep_best="auc", **options)
+    begun = []
+    begin = t.checkpointing.begin_periodic
+    t.checkpointing.begin_periodic = lambda: begun.append(t.global_step) or begin()
+    t.fit(reader(), reader(), max_steps=steps)
+    assert begun[-1] == t.global_step
+    assert CheckpointReader(tmp_path, t.global_step).extra["metric"] == "auc"
+    if not options:
+        assert CheckpointReader(tmp_path, "best").manifest.global_step == t.global_step

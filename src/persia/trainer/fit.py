@@ -63,7 +63,7 @@ class FitCall:
 
         self._raises = options.nonfinite == "raise"
         self._saved_step: int | None = None
-        """Step of the last checkpoint of this call."""
+        """Step of the last checkpoint of this call that needs no other one of the same step."""
         for name in ("keep_best", "eval_every_steps", "eval_every_epochs"):
             if getattr(options, name) is not None and eval_data is None:
                 raise ConfigError(f"{name} needs eval_data.", field="eval_data")
@@ -162,7 +162,9 @@ class FitCall:
                 saved = self._saved_step == state.global_step
                 if bounds.checkpoints.due() and not saved:
                     steering.before_checkpoint()
-                    if components.checkpointing.begin_periodic():
+                    if (
+                        components.checkpointing.begin_periodic() and steering.scored
+                    ):  # Else the last one may be better.
                         self._saved_step = state.global_step
                 if bounds.recovery_points.due():
                     self._save_recovery_point()

@@ -62,6 +62,11 @@ class Steering:
         return self._options.keeps_best and self._options.checkpoint_dir is not None
 
     @property
+    def scored(self) -> bool:
+        """Whether a checkpoint of this step has a score, or needs none."""
+        return not self.scores_checkpoints or self._state.evaluations.last_step == self._state.global_step
+
+    @property
     def stopped_early(self) -> str:
         """Why training ends before its data; empty if it does not."""
         if not self._exhausted:
