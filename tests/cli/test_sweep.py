@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from persia.checkpoint import CheckpointReader
-from persia.cli.run_config import Range, SweepConfig
+from persia.cli.run_config import Range, RunConfig, SweepConfig
 from persia.config import convert
 from persia.data import fit as fitting
 from persia.errors import ConfigError
@@ -74,6 +74,24 @@ def test_trials_stop_early_and_keep_their_best(folder):
     words = ("evaluate", "out/best.toml", "--checkpoint", checkpoint, "--step", "best", "--json", "scores.json")
     persia(*words)
     assert json.loads((folder / "scores.json").read_text())["log_loss"] == pytest.approx(best["metric"], abs=1e-6)
+
+
+@pytest.mark.parametrize("interval", ["checkpoint_every_seconds = 600.0", "checkpoint_every_steps = 2", ""])
+def test_trials_write_no_checkpoints_while_they_train(folder, monkeypatch, interval):
+    """Not even those that a cluster of processes writes by default."""
+    made = []
+    build = RunConfig.build_trainer
+    monkeypatch.setattr(RunConfig, "build_trainer", lambda *a, **o: made.append(build(*a, **o)) or made[-1])
+    evaluated = (
+        'keep_best = "auc"\n[eval_data]\nkind = "synthetic"\nbatch_size = 100\n'
+        "options = { rows = 200, id_features = 2, ids_per_feature = 20, dim = 4 }\n"
+    )
+    text = CONFIG.replace("checkpoint_every_steps = 2\n", f"{interval}\n{evaluated}")
+    tree = tomllib.loads(text + '[sweep.values]\n"optimizer.lr" = [1e-3]\n')
+    Sweep(tree, "out", lambda _: contextlib.nullcontext()).run(lambda _: None)
+    (options,) = [trainer.options for trainer in made]
+    assert options.checkpoint_dir == "out/trial-000/checkpoint"
+    assert options.checkpoint_every_steps is options.checkpoint_seconds(in_processes=True) is None
 
 
 def test_a_user_model_is_copied_next_to_the_best_configuration(folder):

@@ -187,8 +187,9 @@ class Sweep:
         saved = str(folder / "checkpoint") if run.trainer.keeps_best and run.eval_data is not None else None
         own = with_values(tree, {"trainer.checkpoint_dir": saved})
         steers = ("keep_best", "patience", "eval_every_steps", "eval_every_epochs") if run.eval_data is None else ()
-        for name in ("checkpoint_every_steps", "checkpoint_every_seconds", *steers):
+        for name in ("checkpoint_every_steps", *steers):
             own["trainer"].pop(name, None)
+        own["trainer"]["checkpoint_every_seconds"] = None  # Without it, a cluster of processes writes some.
         run = self._fitted(run)
         reader = run.reader()
         trainer = convert(own, RunConfig, f"trial {number}").build_trainer(reader.schema)
