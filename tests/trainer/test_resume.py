@@ -438,7 +438,11 @@ def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint(tmp_path, monkey
         monkeypatch.setattr(saving, "write_rows", lambda *a, **named: waited_for.wait(60) and write(*a, **named))
     else:
         begin = t.checkpointing.begin
-        monkeypatch.setattr(t.checkpointing, "begin", lambda *a: begin(*a) and t.checkpointing._thread.join(60) is None)
+        monkeypatch.setattr(
+            t.checkpointing,
+            "begin",
+            lambda *a, **named: begin(*a, **named) and t.checkpointing._thread.join(60) is None,
+        )
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
