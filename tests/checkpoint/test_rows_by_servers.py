@@ -1,12 +1,16 @@
 """Each PS writes and reads its own rows of a checkpoint: the same as if one process did it for all."""
 
 import logging
+import re
 import threading
+import uuid
 import zlib
 from contextlib import closing, nullcontext
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,6 +142,34 @@ def test_a_ps_that_does_not_see_the_place_sends_its_rows(tmp_path, caplog):
     assert warning.startswith("1 of 4 embedding PSs do not see")
     assert warning.endswith("PS 1 it is not there")
     assert rows_of(servers) == rows_of(others)
+
+
+class Vault(MemoryFileSystem):
+    """A file system whose URLs may have a password, which is no part of its paths."""
+
+    protocol = "vault"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(re.sub("^vault://([^/]*@)?", "", path))
+
+
+def test_no_message_has_the_password_of_a_url(monkeypatch, caplog):
+    fsspec.register_implementation("vault", Vault, clobber=True)
+    url = f"vault://me:secret@{uuid.uuid4().hex}/run"
+    servers = servers_of(BucketMap.even(2))
+    train(servers, range(50), 0)
+    blind(servers[1])
+    save(servers, url, 1)
+    load(servers, url)
+    assert "cannot write to vault://" in caplog.text
+    assert "do not see vault://" in caplog.text
+    monkeypatch.setattr(RowFiles, "rows", _refused)
+    with pytest.raises(CheckpointError, match=r"its part to vault://.*/run: the file") as caught:
+        save(servers, url, 2)
+    with pytest.raises(PersiaError) as unknown:
+        CheckpointReader("vlt://me:secret@host/run")
+    assert not any("secret" in text for text in (caplog.text, str(caught.value), str(unknown.value)))
 
 
 @pytest.mark.parametrize("sees", [True, False])

@@ -18,6 +18,7 @@ from persia.checkpoint.format import Part, RemovedPart, RowsPart
 from persia.checkpoint.owned import Owned
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.servers import by_problem, server_pieces
+from persia.checks import without_userinfo
 from persia.errors import CheckpointError, MissingExtraError
 from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingPS, RowChunk, StatePiece
@@ -106,7 +107,7 @@ class ServerReading:
             _log.warning(
                 "%d of %d embedding PSs do not see %s, so they get their rows through this process, which is slower. "
                 "Give all hosts the same storage there, and the same credentials. %s",
-                len(unseen), shares, url, by_problem(unseen),
+                len(unseen), shares, without_userinfo(url), by_problem(unseen),
             )  # fmt: skip
             found += [here(rows[rank::shares]) for rank in unseen]
         damaged = [problem for each in found for problem in each]

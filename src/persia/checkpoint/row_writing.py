@@ -18,6 +18,7 @@ from persia.checkpoint.servers import by_problem
 from persia.checkpoint.storage import Storage, ahead
 from persia.checkpoint.throttle import Throttle
 from persia.checkpoint.writer import MARK_BYTES, CheckpointWriter
+from persia.checks import without_userinfo
 from persia.errors import CheckpointError, PersiaError
 from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingPS, RowChunk, StatePiece
@@ -214,13 +215,13 @@ def _checked(writer: CheckpointWriter, servers: Sequence[EmbeddingPS]) -> tuple[
         _log.warning(
             "%d of %d embedding PSs cannot write to %s, so their rows go through the NN worker that writes the "
             "checkpoint, which is slower. Give all hosts the same storage there, and the same credentials. %s",
-            len(problems), len(checks), url, by_problem(problems),
+            len(problems), len(checks), without_userinfo(url), by_problem(problems),
         )  # fmt: skip
     return url, checks
 
 
 def _named(error: CheckpointError, number: int, host: str, url: str) -> CheckpointError:
     return CheckpointError(
-        f"Embedding PS {number} on host {host} cannot write its part to {url}: {error.message}",
+        f"Embedding PS {number} on host {host} cannot write its part to {without_userinfo(url)}: {error.message}",
         **{**error.fields, "server": number, "host": host},
     )

@@ -21,6 +21,7 @@ import numpy as np
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from persia.checks import without_userinfo
 from persia.errors import CheckpointError
 from persia.filesystems import missing_package
 
@@ -58,17 +59,16 @@ class Storage:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url)
+        shown = without_userinfo(self.url)
         if not self.url or "\0" in self.url:
-            raise CheckpointError(
-                f"{self.url!r} is not a directory for checkpoints; give a path or URL.", path=self.url
-            )
+            raise CheckpointError(f"{shown!r} is not a directory for checkpoints; give a path or URL.", path=shown)
         try:
             fs, root = url_to_fs(self.url)
         except ImportError as error:
-            raise missing_package(self.url, error) from None
+            raise missing_package(shown, error) from None
         except Exception as error:
             raise CheckpointError(
-                f"{self.url!r} is not a path or URL of a file system: {error}.", path=self.url
+                f"{shown!r} is not a path or URL of a file system: {without_userinfo(str(error))}.", path=shown
             ) from error
         self._fs: Any = fs
         self._root: str = root.rstrip("/") or root
@@ -83,7 +83,10 @@ class Storage:
 
     @property
     def address(self) -> str:
-        """The path or URL by which other processes open this directory, whatever their working directory."""
+        """The path or URL by which other processes open this directory, whatever their working directory.
+
+        A URL may have a password, so messages use `full`.
+        """
         return self._root if self._local else self.url
 
     def refresh(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.checks import without_userinfo
 from persia.errors import CheckpointError, PersiaError, PublishError
 from persia.publish.format import TableChanges, stream_of
 from persia.publish.log_storage import open_storage
@@ -78,6 +79,7 @@ class Publisher:
         self._tables = {name: tables[name] for name in sorted(tables)}
         self._order = order
         self._step = step
+        self._place = without_userinfo(options.url)
         self._writer = StreamWriter(
             open_storage(options.url), order.epoch, order.run, stream_of(order.server), options.dtype, options.keep
         )
@@ -119,7 +121,7 @@ class Publisher:
             LOG.warning(
                 "PS %d could not publish its last rows to %s within %g s; readers keep the rows of step %d: %s",
                 self._order.server,
-                self._order.options.url,
+                self._place,
                 LAST_SECONDS,
                 self._status.step,
                 error,
@@ -321,14 +323,14 @@ class Publisher:
             LOG.warning(
                 "PS %d cannot publish to %s; training continues, and readers get no new rows until it can: %s",
                 self._order.server,
-                self._order.options.url,
+                self._place,
                 reason(error),
             )
         self._status = self._status._replace(error=reason(error))
 
     def _succeeded(self) -> None:
         if self._status.error:
-            LOG.warning("PS %d publishes to %s again.", self._order.server, self._order.options.url)
+            LOG.warning("PS %d publishes to %s again.", self._order.server, self._place)
             self._status = self._status._replace(error="")
 
 

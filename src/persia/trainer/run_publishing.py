@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from persia.batching.batch import Batch
+from persia.checks import without_userinfo
 from persia.errors import CheckpointError, PublishError
 from persia.metrics.drift import DriftReference
 from persia.nn.dense_step import DenseStep
@@ -178,7 +179,7 @@ class Publishing:
             LOG.warning(
                 "Publishing to %s has not ended within %g s; its last rows and network may be missing. Look for what "
                 "hangs: the place, or an embedding PS.",
-                self._options.url,
+                without_userinfo(self._options.url),
                 LAST_SECONDS,
             )
         self._thread = None
@@ -216,12 +217,14 @@ class Publishing:
                 run.remove_old_epochs()
                 self._fresh = self._copy.at
                 if self._error:
-                    LOG.warning("The network is published to %s again.", self._options.url)
+                    LOG.warning("The network is published to %s again.", without_userinfo(self._options.url))
                     self._error = ""
             except Exception as error:  # Training must not end by it, nor publishing.
                 if not self._error:
                     LOG.warning(
-                        "Cannot publish the network to %s; training goes on: %s", self._options.url, reason(error)
+                        "Cannot publish the network to %s; training goes on: %s",
+                        without_userinfo(self._options.url),
+                        reason(error),
                     )
                 self._error = reason(error)
             if stop.wait(self._options.seconds):
@@ -237,7 +240,9 @@ class Publishing:
             if self._last:
                 run.write_drift(self._reference())
         except Exception as error:
-            LOG.warning("The last changes are not published to %s: %s", self._options.url, reason(error))
+            LOG.warning(
+                "The last changes are not published to %s: %s", without_userinfo(self._options.url), reason(error)
+            )
             self._error = reason(error)
 
     def _await_finite(self, stop: threading.Event) -> bool:
