@@ -544,7 +544,28 @@ def test_a_ps_refuses_another_map_and_another_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=r"^on host .*: .* is another checkpoint than the one to load"):
         next(servers[0].check_row_parts(*reader.address, "crc32:00000000", 0, 1))
     with closing(servers[0].read_own_rows(order)) as reads:
+        assert next(reads).table == ""  # The checkpoint is open.
         assert next(reads).table == "item"
+
+
+def test_each_part_of_the_state_is_an_item(tmp_path):
+    """So that the deadline of an item is for one file."""
+    servers = servers_of(BucketMap.even(1))
+    train(servers, range(50), 0)
+    pieces = [piece for pieces in servers[0].export_state() for piece in pieces]
+    servers[0].export_state = lambda: iter([piece] for piece in pieces)
+    save(servers, tmp_path, 1)
+    reader = CheckpointReader(tmp_path)
+    (reading,) = servers_of(BucketMap.even(1))
+    imported = []
+    reading.import_state = lambda pieces: imported.append(pieces)
+    order = RowsToRead(*reader.address, reader.manifest.checksum, 0, 0, [], True)
+    counts = []
+    for read in reading.read_own_rows(order):
+        assert read == ("", 0)
+        counts.append(len(imported))
+    assert counts == list(range(len(pieces) + 1))
+    assert len(pieces) > 1
 
 
 def test_a_directory_of_a_single_step_is_read_as_well(tmp_path):

@@ -29,6 +29,9 @@ __all__ = ["ServerReading", "check_row_parts", "read_own_rows"]
 
 _log = get_logger("persia.checkpoint")
 
+PROGRESS = RowsRead("", 0)
+"""Says that a PS has made progress besides rows, as each item has a deadline."""
+
 
 def check_row_parts(url: str, step: int | None, checksum: str, share: int, shares: int) -> Iterator[PartCheck]:
     """Reads and checks every n-th part of the rows of a checkpoint. See `EmbeddingPS.check_row_parts`."""
@@ -45,6 +48,7 @@ def read_own_rows(server: EmbeddingPS, order: RowsToRead) -> Iterator[RowsRead]:
     """Imports what a PS of this process owns of a checkpoint. See `EmbeddingPS.read_own_rows`."""
     try:
         reader = _opened(order.url, order.step, order.checksum)
+        yield PROGRESS
         for table in order.tables:
             owned = Owned(table.name, server.buckets(), [order.server])
             for shard, arrays in _rows(reader, table, owned):
@@ -54,6 +58,7 @@ def read_own_rows(server: EmbeddingPS, order: RowsToRead) -> Iterator[RowsRead]:
         if order.state:
             for _, pieces in server_pieces(reader, order.server):
                 server.import_state([StatePiece(**piece) for piece in pieces])
+                yield PROGRESS
     except CheckpointError as error:
         raise CheckpointError(_here(error.message), **error.fields) from error
 
@@ -137,7 +142,8 @@ class ServerReading:
             try:
                 with closing(cast("Any", self._servers[rank].read_own_rows(order))) as reads:
                     for table, count in reads:
-                        rows[table] += count
+                        if table:
+                            rows[table] += count
                         if stop.is_set():
                             break
             except CheckpointError as error:

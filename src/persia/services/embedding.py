@@ -253,7 +253,8 @@ class EmbeddingPS(Protocol):
         """Imports the rows of a checkpoint that this PS owns, straight from the storage; see `import_rows`.
 
         Yields:
-            The number of rows of each part, once they are imported.
+            The number of rows of each part, once they are imported; and an item without a table once the checkpoint is
+            open, and after each part of the state besides rows, so that no deadline is for more than one file.
 
         Raises:
             StaleMapError: this PS has another bucket map.

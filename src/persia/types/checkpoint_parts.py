@@ -136,10 +136,10 @@ class RowsToRead(NamedTuple):
 
 
 class RowsRead(NamedTuple):
-    """Rows that a PS has read from one part of a checkpoint.
+    """What a PS has read from one part of a checkpoint.
 
     Attributes:
-        table: name of the table in the PS.
+        table: name of the table in the PS; empty if the part has no rows.
         rows: number of rows that this PS owns.
     """
 
