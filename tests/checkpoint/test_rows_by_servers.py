@@ -26,6 +26,7 @@ from persia.checkpoint.servers import by_problem, server_pieces
 from persia.checkpoint.throttle import Throttle
 from persia.errors import CheckpointError, PersiaError, StaleMapError, StoreError, WireError
 from persia.ps import snapshots
+from persia.ps.ownership import Ownership
 from persia.services import EmbeddingPS
 from persia.types import BucketMap, RowsToRead, RowsToWrite, TableToRead
 from support.bucket_maps import bucket_maps
@@ -326,6 +327,18 @@ def test_rows_that_were_read_before_a_snapshot_ended_are_not_written(tmp_path, m
     with pytest.raises(StoreError, match="no snapshot 'a'"):
         next(server.write_snapshot("a", RowsToWrite(str(tmp_path), 1, 0, "0" * 8, 0, 0.5)))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_has_the_rows_that_were_owned_when_it_began():
+    """Whatever the PS owns when they are read: else a checkpoint would miss those that have left meanwhile."""
+    (server,) = servers_of(BucketMap.even(1))
+    train([server], range(200), 0)
+    server.begin_snapshot("a", {}, "")
+    server._owned.others = True
+    server._owned.ownership = Ownership(BucketMap.even(1).moved(2))
+    assert sum(len(chunk.arrays["ids"]) for chunk in server.snapshot_rows("a")) == 400
+    server.begin_snapshot("b", {}, "")
+    assert 0 < sum(len(chunk.arrays["ids"]) for chunk in server.snapshot_rows("b")) < 400
 
 
 def test_pauses_end_in_a_hurry(tmp_path, monkeypatch):

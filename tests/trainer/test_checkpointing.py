@@ -390,7 +390,7 @@ def test_offline_reshard_sorts_rows_by_server(tmp_path):
 
 @pytest.mark.parametrize("memory", [0, 64 << 20])
 def test_states_are_of_their_step_held_or_written_immediately(tmp_path, held, monkeypatch, memory):
-    monkeypatch.setattr("persia.trainer.checkpointing.HELD_BYTES", memory)
+    monkeypatch.setattr("persia.trainer.ps_snapshots.HELD_BYTES", memory)
     torch.manual_seed(1)
     base = schema_of()
     tables = [persia.Table("id_0", 16, capacity=300, admission=persia.AdmitMinFrequency(3))]
@@ -531,3 +531,27 @@ def test_the_state_of_another_optimizer_is_reset_with_a_warning(tmp_path, caplog
         assert torch.equal(a, b)
     second.fit(reader())
     assert second.global_step == 20
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_no_checkpoint_begins_while_pss_have_different_maps(tmp_path, monkeypatch, when):
+    """Its rows would be those of one map at some PSs, and of another one at others."""
+    t = several(schema_of(), 2, checkpoint_dir=str(tmp_path))
+    t.fit(reader(), max_steps=1)
+    first, second = t.embeddings.connection.servers
+    current = first.buckets()
+    following = current.reassigned(0, 1)
+
+    def adopt(server):
+        monkeypatch.setattr(server, "buckets", lambda: following)
+
+    if when == "before":
+        adopt(second)
+    else:
+        begin = second.begin_snapshot
+        second.begin_snapshot = lambda *arguments: (begin(*arguments), adopt(first), adopt(second))[0]
+    with pytest.raises(CheckpointError, match="bucket maps 0 and 1: rows are moving to other PSs"):
+        t.save(str(tmp_path / "other"))
+    assert not first._snapshots.reading
+    assert not second._snapshots.reading
+    assert list_checkpoints(tmp_path / "other") == []

@@ -150,7 +150,7 @@ def test_the_time_of_failed_ones_counts_as_well(tmp_path, monkeypatch, where):
 
     monkeypatch.setattr(saving, "MOST_TIME", 1e-9)
     monkeypatch.setattr(saving, "write_states" if where == "before" else "write_rows", slowly)
-    monkeypatch.setattr(saving, "_held_states", lambda _: None if where == "before" else [])
+    monkeypatch.setattr(saving, "held_states", lambda _: None if where == "before" else [])
     t.checkpointing._attempt = None
     assert t.checkpointing.begin_periodic() == (where == "while")
     if where == "while":

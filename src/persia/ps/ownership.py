@@ -51,13 +51,13 @@ class OwnedRows:
         self._rank = rank
         self.ownership = ownership
 
-    def of(self, chunks: Iterator[RowChunk]) -> Iterator[RowChunk]:
-        """Yields chunks without the rows that the PS does not own."""
+    def of(self, chunks: Iterator[RowChunk], buckets: BucketMap) -> Iterator[RowChunk]:
+        """Yields chunks without the rows that the PS does not own by a map."""
         for chunk in chunks:
             if not self.ownership.others:
                 yield chunk
                 continue
-            own = self.ownership.buckets.owners[batching.buckets_of(chunk.table, chunk.arrays["ids"])] == self._rank
+            own = buckets.owners[batching.buckets_of(chunk.table, chunk.arrays["ids"])] == self._rank
             if own.all():
                 yield chunk
             elif own.any():

@@ -420,7 +420,7 @@ class EmbeddingServer(MovableServer, StorageAccess):
 
     def export_rows(self) -> Iterator[RowChunk]:
         """Yields all rows, in chunks of about 64 MiB; each row is consistent."""
-        return self._owned.of(export_rows(self._store, self._index.values()))
+        return self._owned.of(export_rows(self._store, self._index.values()), self.buckets())
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Begins a store snapshot; see `persia.services.EmbeddingPS`."""

@@ -48,6 +48,7 @@ class StoreSnapshots:
         self._hurry = threading.Event()  # Of the current snapshot.
         self._name: str | None = None
         self._info = SnapshotInfo({}, True)
+        self._buckets = owned.ownership.buckets  # As of the current snapshot.
 
     def begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> SnapshotInfo:
         """Begins a snapshot; see `persia.services.EmbeddingPS.begin_snapshot`."""
@@ -69,6 +70,7 @@ class StoreSnapshots:
 
     def _begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> SnapshotInfo:
         self._end()
+        self._buckets = self.owned.ownership.buckets
         known = {table: self._store.changes_since(index) for table, index in self._tables.items()}
         whole = any(not number or number != since.get(table) for table, number in known.items())
         spill = self._spill(directory, live)
@@ -83,8 +85,8 @@ class StoreSnapshots:
         return self._info
 
     def rows(self, name: str) -> Iterator[RowChunk]:
-        """Yields the rows of the snapshot, table by table, shard by shard, in row order."""
-        return self.owned.of(self._rows(name))
+        """Yields the rows that the PS owned when the snapshot began, table by table, shard by shard, in row order."""
+        return self.owned.of(self._rows(name), self._buckets)
 
     def _rows(self, name: str) -> Iterator[RowChunk]:
         numbers = self._checked(name).numbers

@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-import os
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -34,11 +32,12 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.models.registry import description_of
 from persia.retry import Backoff, Deadline, retry
 from persia.rpc.fan_out import try_all
-from persia.services import EmbeddingPS, SnapshotInfo
+from persia.services import EmbeddingPS
 from persia.telemetry.logs import get_logger
 from persia.trainer.finite_state import FiniteState
 from persia.trainer.loading import resolved
 from persia.trainer.options import Declared
+from persia.trainer.ps_snapshots import begin_snapshots, end_snapshots, held_states
 from persia.trainer.state import TrainingState
 
 __all__ = ["CheckpointState", "Checkpointing"]
@@ -52,9 +51,6 @@ RETRY_SECONDS = 1.0
 
 MOST_TIME = 0.1
 """Maximum share of the time in which checkpoints are written, if nothing says how often."""
-
-HELD_BYTES = 64 << 20
-"""Maximum memory for the PSs' state besides rows while a checkpoint is written; more is written immediately."""
 
 PS_RESTARTED = (StoreError, WireError, PeerRestartedError)
 """Errors of a PS that was restarted while it wrote its part of a checkpoint."""
@@ -370,14 +366,14 @@ class Checkpointing:
             writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keeps_best)
             with _as_checkpoint_error(step):
                 # The state of PSs besides rows changes with every batch: read it before training continues.
-                if (states := _held_states(servers)) is None:
+                if (states := held_states(servers)) is None:
                     states = []
                     write_states(writer, servers)
                 model = _copied(dict(self._network.model.state_dict()))
                 training = _copied(captured.training)
-                schema, buckets = resolved(self._declared.schema, servers), servers[0].buckets()
+                schema = resolved(self._declared.schema, servers)
                 since = chain.snapshots if chain else None
-                name, infos = _begin_snapshots(servers, since, directory, live=live)
+                name, infos, buckets = begin_snapshots(servers, since, directory, live=live)
                 self._snapshot = name
         except BaseException:
             self._failures += 1
@@ -404,7 +400,7 @@ class Checkpointing:
                     try:
                         write_rows(writer, servers, name, share=share, hurry=self._hurry)
                     finally:  # Before the files of a failed checkpoint are removed: PSs then write no more.
-                        _end_snapshots(servers, name)
+                        end_snapshots(servers, name)
                     if share < 1:
                         writer.rest(Throttle(share, self._hurry))
                     for part, pieces in states:
@@ -455,42 +451,6 @@ def _as_checkpoint_error(step: int) -> Iterator[None]:
         raise CheckpointError(
             f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.", step=step
         ) from error
-
-
-def _begin_snapshots(
-    servers: Sequence[EmbeddingPS], since: list[dict[str, int]] | None, directory: str, *, live: bool
-) -> tuple[str, list[SnapshotInfo]]:
-    """Begins a snapshot on all PSs: of changed rows if all of them know which, else of all rows."""
-    place = "" if "://" in directory else os.path.abspath(directory)
-    known = since or [{} for _ in servers]
-    name = secrets.token_hex(8)
-    try:
-        infos = [server.begin_snapshot(name, s, place, live) for server, s in zip(servers, known, strict=True)]
-    except BaseException:
-        _end_snapshots(servers, name)
-        raise
-    if len({info.whole for info in infos}) == 1:
-        return name, infos
-    _end_snapshots(servers, name)
-    return _begin_snapshots(servers, None, directory, live=live)
-
-
-def _end_snapshots(servers: Sequence[EmbeddingPS], name: str) -> None:
-    # A PS that is gone has no snapshot either.
-    try_all([functools.partial(server.end_snapshot, name) for server in servers], PersiaError)
-
-
-def _held_states(servers: Iterable[EmbeddingPS]) -> list[tuple[str, list[dict[str, Any]]]] | None:
-    """Returns parts of the PSs' state, to be written later; None if that needs too much memory."""
-    held: list[tuple[str, list[dict[str, Any]]]] = []
-    nbytes = 0
-    for number, server in enumerate(servers):
-        for part, pieces in enumerate(server.export_state()):
-            nbytes += sum(piece.values.nbytes for piece in pieces)
-            if nbytes > HELD_BYTES:
-                return None
-            held.append((f"server-{number}.{part}", [piece._asdict() for piece in pieces]))
-    return held
 
 
 def _copied(value: Any) -> Any:
