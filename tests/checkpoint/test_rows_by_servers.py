@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia import rpc
+from persia import batching, rpc
 from persia.checkpoint import CheckpointReader, CheckpointWriter, list_checkpoints
 from persia.checkpoint import throttle as throttling
 from persia.checkpoint.owned import Owned
@@ -89,20 +89,26 @@ def test_the_same_as_through_one_process(tmp_path_factory, written_by, read_by, 
 def test_each_ps_writes_its_own_files(tmp_path):
     servers = servers_of(FOUR)
     train(servers, range(400), 0)
-    written = []
+    writers = {}
+
+    def noted(number, parts):
+        for part in parts:
+            writers[part.path] = number
+            yield part
+
     for number, server in enumerate(servers):
         write = server.write_snapshot
-        server.write_snapshot = lambda name, order, n=number, write=write: (
-            written.append((n, order)) or write(name, order)
-        )
+        server.write_snapshot = lambda *order, n=number, write=write: noted(n, write(*order))
     save(servers, tmp_path, 1)
-    assert sorted(n for n, _ in written) == [0, 1, 2, 3] == sorted(of_servers(tmp_path))
-    assert {order.server for _, order in written} == {0, 1, 2, 3}
+    reader = CheckpointReader(tmp_path)
+    reader.verify()
     assert not list(tmp_path.rglob("*mark-*"))
-    assert [part.shard // 1024 for part in CheckpointReader(tmp_path).parts("item")] == sorted(
-        part.shard // 1024 for part in CheckpointReader(tmp_path).parts("item")
-    )
-    CheckpointReader(tmp_path).verify()
+    parts = [part for table in ("item", "user") for part in reader.parts(table)]
+    assert writers == {part.path: part.shard // 1024 for part in parts}
+    assert set(writers.values()) == {0, 1, 2, 3} == set(of_servers(tmp_path))
+    for table in ("item", "user"):
+        for shard, arrays in reader.rows(table):
+            assert set(batching.owners(table, arrays["ids"], FOUR)) == {shard // 1024}
 
 
 def test_files_of_another_attempt_have_other_names(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from test_resume import adam, model, reader
 
 import persia
-from persia.checkpoint import CheckpointReader
+from persia.checkpoint import CheckpointReader, list_checkpoints
 from persia.modes import Sync
 from persia.optim import Adagrad
 from support.ps_processes import PSProcesses
@@ -66,7 +66,13 @@ def test_they_write_and_read_the_same_by_themselves_and_through_the_nn_worker(tm
 
 def test_periodic_checkpoints_are_written_while_training_goes_on(tmp_path):
     with PSProcesses(tmp_path / "log", TIMEOUT, 2) as cluster:
-        t = trainer(cluster, checkpoint_dir=str(tmp_path / "run"), checkpoint_every_steps=4, checkpoint_increments=2)
+        options = {"checkpoint_every_steps": 4, "checkpoint_increments": 2, "keep_last": 9}
+        t = trainer(cluster, checkpoint_dir=str(tmp_path / "run"), **options)
         t.fit(reader())
-    assert CheckpointReader(tmp_path / "run").manifest.global_step == 20
-    CheckpointReader(tmp_path / "run").verify()
+    steps = [entry.step for entry in list_checkpoints(tmp_path / "run")]
+    assert steps[0] == 4  # Later ones may have been due while it was written.
+    assert steps[-1] == 20
+    for step in steps:
+        reading = CheckpointReader(tmp_path / "run", step)
+        assert reading.manifest.span == (step, step)
+        reading.verify()
