@@ -54,21 +54,23 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             See `CollectionOptions`; `clip_row_norm` of an embedding optimizer bounds each row.
         schedule: learning-rate factor of the dense optimizer by global step; steps that overflow in fp16 do not count.
         checkpoint_dir: where checkpoints go; None for none.
-        checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end. They are
-            written in the background; one that is due while another is being written is left out.
+        checkpoint_every_steps: global steps between two checkpoints during `fit`; None for no such interval. They are
+            written in the background; one that is due while another is being written is left out. There is always one
+            at the end.
         checkpoint_every_seconds: seconds between two checkpoints; None for no such interval. "auto": on a cluster of
             processes, unless `checkpoint_every_steps` is set, 600, and more where it takes more than a minute to write
             one, so that at most a tenth of the time is spent on it; elsewhere as None.
         checkpoint_consistent: whether all rows of such a checkpoint are of one step. Otherwise a row is as it was when
             it was written, and PSs keep no old rows aside. `Sync` is always consistent.
-        checkpoint_share: maximum share of this machine's processors that a checkpoint takes while it is written in the
-            background. A smaller share slows training less, and the checkpoint takes longer.
+        checkpoint_share: maximum share of the processors of each host that a checkpoint takes while it is written in
+            the background. A smaller share slows training less, and the checkpoint takes longer.
         checkpoint_increments: checkpoints between two full ones that hold only the rows that have changed.
         keep_last: checkpoints kept, with those that they add to; older ones are removed.
         keep_best: keep the best checkpoint too, by this metric of `eval_data`: "auc", "log_loss", "normalized_entropy",
             "calibration" (closest to 1), "rmse", "mae", "accuracy", ...; with `Schema(group=...)` also "gauc", "ndcg@k"
             and "recall@k"; or "LABEL:METRIC" for one label. The file `BEST` names it. Without `eval_every_steps` and
-            `eval_every_epochs`, each checkpoint is evaluated.
+            `eval_every_epochs`, checkpoints of an interval that is set are evaluated, and the one at the end; those of
+            "auto" are not.
         eval_every_steps: evaluate `eval_data` at every global step that is a multiple of this. Training does not
             change by it: in `Sync` it gives the same bits.
         eval_every_epochs: evaluate `eval_data` after every n-th pass over the data.
