@@ -340,8 +340,7 @@ def test_a_snapshot_has_the_rows_that_were_owned_when_it_began():
     (server,) = servers_of(BucketMap.even(1))
     train([server], range(200), 0)
     server.begin_snapshot("a", {}, "")
-    server._owned.others = True
-    server._owned.ownership = Ownership(BucketMap.even(1).moved(2))
+    server._owned.ownership = Ownership(BucketMap.even(1).moved(2), others=True)
     assert sum(len(chunk.arrays["ids"]) for chunk in server.snapshot_rows("a")) == 400
     server.begin_snapshot("b", {}, "")
     assert 0 < sum(len(chunk.arrays["ids"]) for chunk in server.snapshot_rows("b")) < 400
