@@ -32,8 +32,8 @@ def schema_of(capacity: int | None = None) -> Schema:
 def servers_of(buckets: BucketMap, schema: Schema | None = None) -> list[EmbeddingServer]:
     tables = (schema or schema_of()).resolved_tables()
     return [
-        EmbeddingServer(tables, OPTIMIZER, Hybrid(4), 3, 1, ServerOptions(**shares._asdict(), buckets=buckets))
-        for shares in divide_here(tables, OPTIMIZER, buckets.servers)
+        EmbeddingServer(tables, OPTIMIZER, Hybrid(4), 3, 1, ServerOptions(**shares._asdict(), buckets=buckets, rank=n))
+        for n, shares in enumerate(divide_here(tables, OPTIMIZER, buckets.servers))
     ]
 
 
