@@ -23,6 +23,7 @@ from persia.checkpoint.row_files import RowFiles
 from persia.checkpoint.row_reading import ServerReading
 from persia.checkpoint.row_writing import write_rows, write_states
 from persia.checkpoint.servers import by_problem, server_pieces
+from persia.checkpoint.storage import Storage
 from persia.checkpoint.throttle import Throttle
 from persia.errors import CheckpointError, PersiaError, StaleMapError, StoreError, WireError
 from persia.ps import snapshots
@@ -126,8 +127,8 @@ def test_files_of_another_attempt_have_other_names(tmp_path):
 
 def test_a_warning_names_each_problem_once():
     problems = dict.fromkeys((7, 0, 3), "on host a: no key") | {1: "on host b: no disk"}
-    assert by_problem(problems) == "PS 0, 3, 7 on host a: no key PS 1 on host b: no disk"
-    assert by_problem({n: f"{n}" for n in range(9)}).endswith("PS 3 3 There are 5 other problems.")
+    assert by_problem(problems) == "PS 0, 3, 7 on host a: no key; PS 1 on host b: no disk"
+    assert by_problem({n: f"{n}" for n in range(9)}).endswith("; PS 3 3; and 5 other problems")
 
 
 def test_a_ps_that_does_not_see_the_place_sends_its_rows(tmp_path, caplog):
@@ -217,7 +218,7 @@ def test_state_that_has_gone_is_noticed(tmp_path):
     with CheckpointWriter(tmp_path, 1) as writer:
         write_states(writer, servers)
         next(tmp_path.rglob("server-1.0.*")).unlink()
-        with pytest.raises(CheckpointError, match="embedding PS 1 has written it"):
+        with pytest.raises(CheckpointError, match="that embedding PS 1 wrote"):
             writer.commit(schema=schema_of(), optimizer=OPTIMIZER)
 
 
@@ -398,10 +399,34 @@ def test_a_checkpoint_is_not_committed_without_files_that_a_ps_has_written(tmp_p
     with CheckpointWriter(tmp_path, 1) as writer:
         write_rows(writer, servers, "a")
         of_servers(tmp_path)[1][0].unlink()
-        with pytest.raises(CheckpointError, match=r"is missing, .* though embedding PS 1 has written it"):
+        with pytest.raises(CheckpointError, match=r"is missing or does not have the \d+ bytes that embedding PS 1 wr"):
             writer.commit(schema=schema_of(), optimizer=None)
     assert list_checkpoints(tmp_path) == []
     assert not list(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize("known", ["listed", "looked up", "never"])
+def test_what_pss_have_written_is_checked_as_far_as_sizes_are_known(tmp_path, monkeypatch, known):
+    """There are file systems whose listings have no sizes, and such as have none at all."""
+    size = Storage.size
+    if known != "listed":
+        monkeypatch.setattr(Storage, "sizes", lambda *_: {})
+    if known == "never":
+        monkeypatch.setattr(Storage, "size", lambda storage, path: None if "rows" in path else size(storage, path))
+    servers = servers_of(BucketMap.even(2))
+    train(servers, range(50), 0)
+    save(servers, tmp_path, 1)
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [1]
+    for step, damage in ((2, "truncated"), (3, "missing")):
+        for server in servers:
+            server.begin_snapshot(damage, {}, "")
+        with CheckpointWriter(tmp_path, step) as writer:
+            write_rows(writer, servers, damage)
+            file = of_servers(tmp_path / f"step-{step:012}")[1][0]
+            file.write_bytes(b"") if damage == "truncated" else file.unlink()
+            noticed = damage == "missing" or known != "never"
+            with pytest.raises(CheckpointError, match="that embedding PS 1 wrote") if noticed else nullcontext():
+                writer.commit(schema=schema_of(), optimizer=None)
 
 
 @pytest.mark.parametrize("wrong", [{"claim": "../../.."}, {"claim": ""}, {"step": -1}, {"rewrite": -1}, {"server": -1}])

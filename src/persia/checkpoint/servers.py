@@ -57,4 +57,4 @@ def by_problem(problems: Mapping[int, str]) -> str:
         servers.setdefault(problem, []).append(server)
     texts = [f"PS {', '.join(map(str, which))} {problem}" for problem, which in servers.items()]
     more = len(texts) - NAMED
-    return " ".join(texts[:NAMED]) + (f" There are {more} other problems." if more > 0 else "")
+    return "; ".join([*texts[:NAMED], *([f"and {more} other problems"] if more > 0 else [])])

@@ -108,7 +108,10 @@ class Storage:
                 return []
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Returns the lengths of the files in a directory in bytes, by name; empty if it does not exist."""
+        """Returns the lengths of the files in a directory in bytes, by name; empty if it does not exist.
+
+        Files whose length the file system does not list are left out.
+        """
         with _guard("list", self.full(path)):
             try:
                 infos = self._fs.ls(self.full(path), detail=True)
@@ -121,13 +124,18 @@ class Storage:
         }
 
     def size(self, path: str) -> int | None:
-        """Returns the length of a regular file in bytes; None if it does not exist."""
+        """Returns the length of a regular file in bytes; None if it does not exist, or the file system knows none."""
         with _guard("look up", self.full(path)):
             try:
                 info = self._fs.info(self.full(path))
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return int(info["size"]) if info["type"] == "file" and info.get("size") is not None else None
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or a directory."""
+        with _guard("look up", self.full(path)):
+            return bool(self._fs.exists(self.full(path)))
 
     def head(self, path: str, begin: int, end: int) -> bytes:
         """Reads the bytes [begin, end) of a file, or fewer if the file ends earlier."""

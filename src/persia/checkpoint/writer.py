@@ -354,10 +354,13 @@ class CheckpointWriter:
             directory, _, name = f"{self._name}/{path}".rpartition("/")
             if directory not in sizes:
                 sizes[directory] = self._storage.sizes(directory)
-            if sizes[directory].get(name) != size:
+            found = sizes[directory].get(name)
+            if found is None:  # Not all file systems list sizes, or know them at all.
+                found = self._storage.size(f"{directory}/{name}")
+            if found != size and not (found is None and self._storage.exists(f"{directory}/{name}")):
                 raise CheckpointError(
-                    f"{self._storage.full(directory)}/{name} is missing, or has not its {size} bytes, though embedding "
-                    f"PS {server} has written it. Check that its host still has the same storage there, then save "
+                    f"{self._storage.full(directory)}/{name} is missing or does not have the {size} bytes that "
+                    f"embedding PS {server} wrote. Check that its host still has the same storage there, then save "
                     "again.",
                     path=f"{self._storage.full(directory)}/{name}",
                 )
