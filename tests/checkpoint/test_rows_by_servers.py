@@ -441,6 +441,17 @@ def test_an_order_cannot_name_files(tmp_path, wrong):
             list(stub.write_snapshot("a", order._replace(**wrong)))
         assert not list(tmp_path.iterdir())
         assert list(stub.write_snapshot("a", order))
+        (tmp_path / "secret").write_bytes(b"")
+        marks = ["secret", "../secret", f"{tmp_path}/secret", "step-000000000001/mark-", "step-000000000001/mark-0\n"]
+        for path in [*marks, "step-000000000001/../mark-0", "step-000000000001/rewrite-/mark-0"]:
+            with pytest.raises(WireError):
+                stub.check_place(str(tmp_path), path, "crc32:00000000")
+        for rewrite in range(2):
+            with CheckpointWriter(tmp_path, 2) as writer:
+                with writer.mark() as mark:
+                    assert ("rewrite-1" in mark[0]) == bool(rewrite)
+                    assert stub.check_place(str(tmp_path), *mark).problem == ""
+                writer.commit(schema=schema_of(), optimizer=None)
         rpc.close(stub)
 
 

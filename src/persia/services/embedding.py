@@ -17,6 +17,7 @@ from persia.types import (
     Contribution,
     FreshRows,
     LookedUp,
+    MarkPath,
     Moment,
     Packed,
     PackedGradients,
@@ -193,12 +194,13 @@ class EmbeddingPS(Protocol):
     def end_snapshot(self, name: str) -> None:
         """Ends a snapshot. `write_snapshot` of it writes nothing after this returns. No-op if it is unknown."""
 
-    def check_place(self, url: str, path: str, checksum: str) -> PlaceCheck:
+    def check_place(self, url: str, path: MarkPath, checksum: str) -> PlaceCheck:
         """Checks whether this PS sees a file in a directory of checkpoints, and can write there.
 
         Args:
             url: the directory: an absolute path, or any URL that fsspec supports.
-            path: path of the file, relative to the directory.
+            path: path of the file, relative to the directory. Only names that a writer gives such files are allowed,
+                as the PS writes next to it.
             checksum: checksum of the file.
         """
 

@@ -27,6 +27,7 @@ from persia.types.batches import (
 )
 from persia.types.bucket_map import BUCKETS, BucketMap
 from persia.types.checkpoint_parts import (
+    MarkPath,
     PartCheck,
     PlaceCheck,
     RowsRead,
@@ -89,6 +90,7 @@ __all__ = [
     "JournalRecord",
     "LookedUp",
     "Losses",
+    "MarkPath",
     "Member",
     "Membership",
     "ModelDescription",

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "MarkPath",
     "PartCheck",
     "PlaceCheck",
     "RowsRead",
@@ -20,6 +21,9 @@ __all__ = [
 ]
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+MarkPath = Annotated[str, msgspec.Meta(pattern=r"^step-[0-9]{12}/(rewrite-[0-9]+/)?mark-[0-9a-f]+\Z")]
+"""Path of a file in a directory of checkpoints by which other processes know that they see the same place."""
 
 
 class PlaceCheck(NamedTuple):
