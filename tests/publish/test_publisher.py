@@ -141,6 +141,27 @@ def test_rows_count_from_the_beginning_of_the_entry_before(trained, monkeypatch)
     publisher.stop(last=False)
 
 
+def test_rows_of_an_entry_that_has_failed_are_still_due(trained, monkeypatch):
+    """Not only once as many have been trained again."""
+    monkeypatch.setattr(publisher, "BACKOFF", Backoff(0.01, 0.01))
+    publishing = publisher_of(trained, seconds=3600.0, rows=70)
+    publishing.start()
+    until(lambda: publishing.status.sequence == 0)
+    commit, failures = StreamWriter.commit, []
+
+    def fail_once(*arguments):
+        if not failures:
+            failures.append(None)
+            raise RuntimeError("no threads")
+        commit(*arguments)
+
+    monkeypatch.setattr(StreamWriter, "commit", fail_once)
+    trained.train()
+    until(lambda: publishing.status.sequence >= 1)
+    publishing.stop(last=False)
+    assert failures
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_an_entry_is_visible_once_approved_or_if_it_is_the_last(trained, last):
     publisher = Publisher(

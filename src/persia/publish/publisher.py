@@ -96,7 +96,7 @@ class Publisher:
         """Whether changes were taken from the store but are not in any entry."""
         self._status = PublishStatus(order.epoch)
         self._applied_before = 0
-        """Number of gradients that were applied before the last entry began: it certainly has these."""
+        """Number of gradients that were applied before the last published entry began: it certainly has these."""
         self._published_at: float | None = None
         """Time of the rows in the last entry, by the monotonic clock."""
         self._thread = threading.Thread(target=self._run, name="persia-publish", daemon=True)
@@ -180,6 +180,8 @@ class Publisher:
         if options.rows is None:
             return not self._stop.wait(options.seconds)
         due = time.monotonic() + options.seconds
+        if self._status.error and self._stop.wait(min(options.seconds, BACKOFF.longest)):  # Its rows are still due.
+            return False
         while (left := due - time.monotonic()) > 0 and self._applied() - self._applied_before < options.rows:
             if self._stop.wait(min(left, POLL_SECONDS)):
                 return False
@@ -204,7 +206,7 @@ class Publisher:
     def _publish(self) -> None:
         """Writes a snapshot, or the changes since the last entry."""
         started, step, writer = time.monotonic(), self._step(), self._writer
-        self._applied_before = self._applied()
+        applied = self._applied()
         grown = writer.increment_bytes > writer.snapshot_bytes or writer.increments >= MAX_INCREMENTS
         whole = self._incomplete or writer.sequence < 0 or grown or not self._begin(whole=False)
         if whole:
@@ -225,7 +227,7 @@ class Publisher:
                 raise _StoppedError("stopped")
             self._retry(lambda: writer.commit("snapshot" if whole else "increment", step, started, tables))
         self._incomplete = False
-        self._published_at = started
+        self._applied_before, self._published_at = applied, started
         rows = self._status.rows + sum(rows for rows, _ in totals)
         self._status = self._status._replace(sequence=writer.sequence, step=step, rows=rows)
         self._succeeded()
