@@ -1,4 +1,4 @@
-"""What a checkpoint takes from the PSs while nothing trains: snapshots of their rows, and their state besides rows."""
+"""Snapshots of the PSs for a checkpoint, and their state besides rows, taken while nothing trains."""
 
 from __future__ import annotations
 

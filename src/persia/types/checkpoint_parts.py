@@ -140,7 +140,7 @@ class RowsToRead(NamedTuple):
 
 
 class RowsRead(NamedTuple):
-    """What a PS has read from one part of a checkpoint.
+    """Progress of a PS that reads a checkpoint: one part of it.
 
     Attributes:
         table: name of the table in the PS; empty if the part has no rows.
