@@ -2,8 +2,8 @@
 
     python -m benchmarks 'model.*' [--preset smoke|laptop|full] [--json FILE]
 
-Nothing is timed: a model checker visits all states of the model in tests/model, case by case. The trace of a violation
-is printed.
+Nothing is timed: a model checker visits all states of the model in tests/protocol, case by case. The trace of a
+violation is printed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from benchmarks.elsewhere import tests_module
 @runner.measures("model.states", "model.violations")
 def states(preset: str) -> Iterator[runner.Measure]:
     """States that were visited, and cases with a violation; the small cases in a smoke run, else all."""
-    explore = tests_module("model.model_checker").explore
-    protocol = tests_module("model.model_protocol").Protocol
-    rules = tests_module("model.model_rules")
+    explore = tests_module("protocol.model_checker").explore
+    protocol = tests_module("protocol.model_protocol").Protocol
+    rules = tests_module("protocol.model_rules")
     cases = {f"{name}, small": case for name, case in rules.CASES.items()}
     if preset != "smoke":
         cases |= rules.LARGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from model.model_checker import STUCK, explore
+from protocol.model_checker import STUCK, explore
 
 
 class Walk:

@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import pytest
 
-from model.model_checker import explore
-from model.model_mutations import MUTATIONS
-from model.model_protocol import Protocol
-from model.model_rules import CASES, LARGE, Rules
+from protocol.model_checker import explore
+from protocol.model_mutations import MUTATIONS
+from protocol.model_protocol import Protocol
+from protocol.model_rules import CASES, LARGE, Rules
 
 MOST = 200_000
 """States of a small case, with a mistake too."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from model.model_checker import Action, State
-from model.model_rules import Case, Rules
+from protocol.model_checker import Action, State
+from protocol.model_rules import Case, Rules
 
 __all__ = [
     "ADOPTING",

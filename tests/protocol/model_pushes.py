@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from model.model_checker import Action, State
-from model.model_layout import ARRIVES, DEAD, EMPTY, IDLE, MIXED, PUSHING, TRAINING, TWICE, Actions, Layout
+from protocol.model_checker import Action, State
+from protocol.model_layout import ARRIVES, DEAD, EMPTY, IDLE, MIXED, PUSHING, TRAINING, TWICE, Actions, Layout
 
 __all__ = ["Pushes"]
 

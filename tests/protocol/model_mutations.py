@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from model.model_checker import STUCK
-from model.model_rules import Rules
+from protocol.model_checker import STUCK
+from protocol.model_rules import Rules
 
 __all__ = ["MUTATIONS", "Mutation"]
 

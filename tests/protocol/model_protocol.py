@@ -7,9 +7,9 @@ each may arrive at any time, never, or repeatedly. Answers arrive at once or nev
 
 from __future__ import annotations
 
-from model.model_checker import Action, State
-from model.model_layout import DEAD, EMPTY, IDLE, MIXED, NOT_WRITTEN, TRAINING, TWICE, WRITING, Actions
-from model.model_moves import Moves
+from protocol.model_checker import Action, State
+from protocol.model_layout import DEAD, EMPTY, IDLE, MIXED, NOT_WRITTEN, TRAINING, TWICE, WRITING, Actions
+from protocol.model_moves import Moves
 
 __all__ = ["Protocol"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from model.model_checker import State
-from model.model_layout import (
+from protocol.model_checker import State
+from protocol.model_layout import (
     ADOPTING,
     ARRIVES,
     COMMITTING,
@@ -17,7 +17,7 @@ from model.model_layout import (
     WRITTEN,
     Actions,
 )
-from model.model_pushes import Pushes
+from protocol.model_pushes import Pushes
 
 __all__ = ["Moves"]
 
