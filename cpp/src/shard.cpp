@@ -255,12 +255,14 @@ std::uint64_t Shard::remove_rows(const Slice& slice) {
     const std::uint64_t id = slice.ids[slice.position(i)];
     if (const std::uint32_t number = memory_.index.find(id); number != Index::kNone) {
       remove_from_memory(number);
-    } else if (tier_ && (tier_->fetch(slice, i, 1), tier_->find(id).row != nullptr)) {
-      tier_->drop(tier_->find(id).record, id);
-    } else {
-      continue;
+      ++removed;
+    } else if (tier_) {
+      tier_->fetch(slice, i, 1);
+      if (const TierRow stored = tier_->find(id); stored.row != nullptr) {
+        tier_->drop(stored.record, id);
+        ++removed;
+      }
     }
-    ++removed;
   }
   memory_.expiry.look_again();
   return removed;

@@ -25,15 +25,18 @@ SCHEMA = persia.Schema(
 TABLES = SCHEMA.resolved_tables()
 
 
+def some_ids(random, count):
+    return random.integers(0, 50, count).astype(np.uint64)
+
+
 def columns(random, samples):
     lengths = random.integers(0, 4, samples)
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     weights = random.random(offsets[-1]).astype(np.float32)
-    ids = lambda count: random.integers(0, 50, count).astype(np.uint64)  # noqa: E731
     return {
-        "one": IdColumn(ids(samples), None),
-        "many": IdColumn(ids(offsets[-1]), offsets, weights),
-        "user": IdColumn(ids(samples), None),
+        "one": IdColumn(some_ids(random, samples), None),
+        "many": IdColumn(some_ids(random, offsets[-1]), offsets, weights),
+        "user": IdColumn(some_ids(random, samples), None),
     }
 
 

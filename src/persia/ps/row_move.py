@@ -26,7 +26,7 @@ __all__ = ["RowMove"]
 LOG = get_logger("persia.ps")
 
 PAUSE_SECONDS = 0.5
-"""Pause between two passes, so that a move whose end nobody has called for costs little."""
+"""Pause between two passes, so that a move costs little until it is finished."""
 
 BACKOFF = Backoff(0.1, 5.0)
 """Pauses after failures."""
@@ -87,7 +87,7 @@ class RowMove:
         return self._thread.wait(0)
 
     def finish(self, deadline: Deadline) -> bool:
-        """Lets it send what has changed until now, and waits for the end; returns whether all rows were sent."""
+        """Sends what has changed until now, and waits for the end; returns whether all rows were sent."""
         self._finish.set()
         self._thread.wait(deadline.left)
         return self._status.complete
@@ -122,11 +122,9 @@ class RowMove:
         """Sends what has changed since the last pass, or all rows."""
         began = time.monotonic()
         name = f"move-{self.after.version}-{secrets.token_hex(8)}"
-        info = self._snapshots.begin_after_others(name, self._numbers, tempfile.gettempdir())
-        while info is None:
+        while (info := self._snapshots.begin_after_others(name, self._numbers, tempfile.gettempdir())) is None:
             if stop.wait(CHECKPOINT_SECONDS):
                 return
-            info = self._snapshots.begin_after_others(name, self._numbers, tempfile.gettempdir())
         sent = 0
         try:
             if info.whole:  # Also after a pass that failed, or a checkpoint.

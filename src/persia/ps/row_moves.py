@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -210,9 +210,8 @@ class RowMoves:
             self._await_removal()
             self._store_own(others=True)
             coming = (self.buckets.owners == donor) & (after.owners == self._rank)
-            for index in self._tables.by_name.values():
-                for shard in range(self._store.config(index).resolved_shards):
-                    self._change(functools.partial(self._store.remove_buckets, index, shard, coming))
+            for _, index, shard in self._shards():
+                self._change(functools.partial(self._store.remove_buckets, index, shard, coming))
             self._copies[donor] = _Copy(after, copy, coming)
 
     def receive(self, part: MovedRows) -> None:
@@ -365,16 +364,20 @@ class RowMoves:
             )
 
     def _check_next(self, after: BucketMap) -> None:
+        """Raises StaleMapError unless a map follows the map of this PS."""
         if after.version != self.buckets.version + 1:
-            self._refuse(after)
+            raise StaleMapError(
+                f"Bucket map {after.version} does not follow bucket map {self.buckets.version} of PS {self._rank}. "
+                "Nothing has changed; make the next map from the current one, `EmbeddingPS.buckets`.",
+                routed=after.version,
+                current=self.buckets.version,
+            )
 
-    def _refuse(self, after: BucketMap) -> NoReturn:
-        raise StaleMapError(
-            f"Bucket map {after.version} does not follow bucket map {self.buckets.version} of PS {self._rank}. Nothing "
-            "has changed; make the next map from the current one, `EmbeddingPS.buckets`.",
-            routed=after.version,
-            current=self.buckets.version,
-        )
+    def _shards(self) -> Iterator[tuple[str, int, int]]:
+        """Yields each shard: name and number of its table, and its number."""
+        for name, index in self._tables.by_name.items():
+            for shard in range(self._store.config(index).resolved_shards):
+                yield name, index, shard
 
     def _end_move(self) -> None:
         if self._move is not None:
@@ -390,20 +393,19 @@ class RowMoves:
             self._removal.stop()
 
         def work(stop: threading.Event) -> None:
-            for name, index in self._tables.by_name.items():
-                for shard in range(self._store.config(index).resolved_shards):
-                    while not stop.is_set():
-                        try:
-                            self._store.remove_buckets(index, shard, foreign)
+            for name, index, shard in self._shards():
+                while not stop.is_set():
+                    try:
+                        self._store.remove_buckets(index, shard, foreign)
+                        break
+                    except StoreError as error:
+                        if not self._snapshots.reading:
+                            LOG.warning(
+                                "rows of table %r that have moved to other PSs take space until this PS restarts: %s",
+                                name, error,
+                            )  # fmt: skip
                             break
-                        except StoreError as error:
-                            if not self._snapshots.reading:
-                                LOG.warning(
-                                    "rows of table %r that have moved to other PSs take space until this PS restarts: "
-                                    "%s", name, error,
-                                )  # fmt: skip
-                                break
-                        stop.wait(SNAPSHOT_SECONDS)
+                    stop.wait(SNAPSHOT_SECONDS)
 
         self._removal = Background("persia-removal", work)
 
