@@ -1,9 +1,10 @@
 """Runs benchmarks and prints one JSON line per measure.
 
-    python -m benchmarks NAME... [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks NAME... [--preset smoke|laptop|full] [--beside N] [--json FILE]
     python -m benchmarks --list
 
-A NAME is any name that `--list` prints, or a pattern such as 'store.*'.
+A NAME is any name that `--list` prints, or a pattern such as 'store.*'. With `--beside 1` another process computes all
+the time, and the names begin with `beside_1.`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import runner
-from benchmarks.elsewhere import forking
+from benchmarks.elsewhere import busy, forking
 from benchmarks.public_data import GLOBO
 
 
@@ -32,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="a name that --list prints, or a pattern: 'store.*'")
     parser.add_argument("--preset", choices=runner.PRESETS, default="laptop", help="amount of work (default: laptop)")
+    parser.add_argument(
+        "--beside", type=int, default=0, metavar="N", help="beside so many processes that compute all the time"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append the lines to this file")
     parser.add_argument("--list", action="store_true", help="print all names and exit")
     arguments = parser.parse_args(argv)
@@ -47,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         runner.benchmarks()
         gc.freeze()  # A collection after each of hundreds of small functions goes through all that imports made, else.
     try:
-        with forking() if smoke else contextlib.nullcontext():
-            for measure in runner.run(arguments.names, arguments.preset):
-                line = json.dumps(_line(measure, arguments.preset))
+        with forking() if smoke else contextlib.nullcontext(), busy(arguments.beside):
+            for measure in runner.run(arguments.names, arguments.preset, arguments.beside):
+                line = json.dumps(_line(measure, arguments.preset, arguments.beside))
                 print(line, flush=True)
                 if arguments.json is not None:
                     with arguments.json.open("a") as stream:
@@ -63,9 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _line(measure: runner.Measure, preset: str) -> dict[str, Any]:
+def _line(measure: runner.Measure, preset: str, beside: int) -> dict[str, Any]:
+    command = ["python", "-m", "benchmarks", measure.name, "--preset", preset]
     return {
-        "name": measure.name,
+        "name": f"beside_{beside}.{measure.name}" if beside else measure.name,
         "value": _rounded(measure.value),
         "unit": measure.unit,
         "at_least": measure.at_least,
@@ -73,7 +78,7 @@ def _line(measure: runner.Measure, preset: str) -> dict[str, Any]:
         "holds": measure.holds,
         "spread": _rounded(measure.spread),
         "interval": _rounded(measure.interval),
-        "command": shlex.join(["python", "-m", "benchmarks", measure.name, "--preset", preset]),
+        "command": shlex.join([*command, "--beside", str(beside)] if beside else command),
         "commit": _commit(),
         "machine": machine(),
         **{key: _rounded(value) for key, value in measure.details.items()},

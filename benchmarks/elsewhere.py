@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from persia.openmp import SPINS
 
 __all__ = [
-    "AS_A_COMMAND", "AS_A_PROGRAM", "Elsewhere", "forking", "methods", "run_python", "start_python", "started",
+    "AS_A_COMMAND", "AS_A_PROGRAM", "Elsewhere", "busy", "forking", "methods", "run_python", "start_python", "started",
     "tests_module", "tests_support",
 ]  # fmt: skip
 
@@ -53,6 +53,18 @@ def forking() -> Iterator[None]:
             yield
     finally:
         _methods, _forks = before, None
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that do nothing, all the time."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def tests_support(name: str) -> Any:

@@ -6,7 +6,8 @@ A module in `MODULES` registers its functions with all names that they may print
     def insert(preset: str) -> runner.Measure: ...  # one Measure, several, or None if it cannot run here
 
 A function with a parameter `selected` gets the names that are to be printed, so that it can leave out what they do not
-need.
+need; one with a parameter `beside` gets the number of processes that compute beside it, so that it can do less: plain
+PyTorch, whose threads spin, takes ten times as long then.
 
 Two candidates are compared in alternation within one run, and their ratio is reported, so that a slow, a busy or a
 warming machine affects both alike. Values have base units (`UNITS`) and keep their sign: a loss of AUC is negative.
@@ -41,7 +42,7 @@ MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "checkpoint_parallel",
     "rpc", "step", "sync", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows",
-    "paper_arrival", "paper_gba",
+    "paper_arrival", "paper_fresh", "paper_gba",
     "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "several_hosts", "roles", "cluster",
     "recovery", "ssd", "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured", "capacity_simulated",
     "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray",
@@ -110,7 +111,7 @@ class Measure:
 
 
 Function = Callable[..., Measure | Iterable[Measure] | None]
-"""Called with the preset, and where it has a parameter `selected`, with the set of selected names."""
+"""Called with the preset; where it has a parameter `selected`, with the set of selected names; and with `beside`."""
 
 
 class Benchmark(NamedTuple):
@@ -156,8 +157,13 @@ def names() -> list[str]:
     return [name for benchmark in benchmarks() for name in benchmark.names]
 
 
-def run(patterns: Sequence[str], preset: str) -> Iterator[Measure]:
+def run(patterns: Sequence[str], preset: str, beside: int = 0) -> Iterator[Measure]:
     """Runs each function with a selected name once and yields the selected measures.
+
+    Args:
+        patterns: select names.
+        preset: one of `PRESETS`.
+        beside: how many processes the caller lets compute beside it.
 
     Raises:
         KeyError: a pattern selects nothing.
@@ -179,7 +185,7 @@ def run(patterns: Sequence[str], preset: str) -> Iterator[Measure]:
             if preset == "smoke":  # Many run in one process: whichever hangs or crashes is the one that was named last.
                 print(f"--- {benchmark.names[0]}", file=sys.stderr, flush=True)
             began, used = time.monotonic(), _processor_seconds()
-            for measure in _printed(benchmark, preset, selected):
+            for measure in _printed(benchmark, preset, {"selected": selected, "beside": beside}):
                 if measure.name in selected:
                     yield measure
             gc.collect()
@@ -193,10 +199,10 @@ def _processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def _printed(benchmark: Benchmark, preset: str, selected: set[str]) -> Iterator[Measure]:
-    asks = "selected" in inspect.signature(benchmark.function).parameters
+def _printed(benchmark: Benchmark, preset: str, offered: Mapping[str, Any]) -> Iterator[Measure]:
+    asked = inspect.signature(benchmark.function).parameters
     try:
-        result = benchmark.function(preset, selected=selected) if asks else benchmark.function(preset)
+        result = benchmark.function(preset, **{name: value for name, value in offered.items() if name in asked})
         for measure in [result] if isinstance(result, Measure) else result or []:
             if measure.name not in benchmark.names:
                 raise RuntimeError(f"{measure.name} is printed but not registered; add it to `@runner.measures`.")

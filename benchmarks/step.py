@@ -31,6 +31,8 @@ from persia.types.half_floats import Dtype
 
 WORK = {"smoke": Workload(rows=2_000, batch=128, batches=2), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
+BESIDE_STEPS = 5
+"""At most so many steps a round beside other processes."""
 ROUNDS = {"smoke": 1, "laptop": 9, "full": 15}
 MODES: Mapping[str, tuple[Mode, str]] = {"": (Hybrid(), 'Hybrid("auto")'), ".sync": (Sync(), "Sync()")}
 """The default mode and the exact one, by the end of a name, with their names in a line of a benchmark."""
@@ -125,13 +127,14 @@ def compared(
     theirs_of: Make,
     target: float | None = None,
     details: Mapping[str, Any] | None = None,
+    beside: int = 0,
 ) -> runner.Measure:
-    """Samples/s of two variants, alternating."""
+    """Samples/s of two variants, alternating; in short rounds beside other processes."""
     data = generate(work)
     theirs = theirs_of(work, data)
     ours = ours_of(work, data)
     try:
-        steps = STEPS[preset]
+        steps = min(STEPS[preset], BESIDE_STEPS) if beside else STEPS[preset]
         # The first rounds fill the tables: every id of the batches gets its row.
         for variant in (ours, theirs):
             variant.time(2 * len(data))
@@ -149,7 +152,9 @@ def compared(
         theirs.close()
 
 
-def compare_to(kind: type[Variant], preset: str, name: str, target: float, end: str = "") -> runner.Measure:
+def compare_to(
+    kind: type[Variant], preset: str, name: str, target: float, end: str = "", beside: int = 0
+) -> runner.Measure:
     """Samples/s of persia over samples/s of a variant in a separate process; `end` selects one of `MODES`."""
     adagrad = Adagrad(lr=0.05, initial_accumulator=FIRST)
     mode, called = MODES[end]
@@ -161,6 +166,7 @@ def compare_to(kind: type[Variant], preset: str, name: str, target: float, end: 
         lambda work, _: Apart(kind, work),
         target,
         {"mode": called},
+        beside,
     )
 
 
@@ -171,6 +177,7 @@ def compare_to_torchrec(
     ours: Dtype = "float32",
     theirs: Dtype = "float32",
     end: str = "",
+    beside: int = 0,
     **shape: Any,
 ) -> runner.Measure | None:
     """Samples/s of persia over FBGEMM's with fused row-wise Adagrad; None without its environment.
@@ -189,27 +196,28 @@ def compare_to_torchrec(
         lambda work, _: TorchRec(work, dtype=theirs),
         target,
         {"mode": called},
+        beside,
     )
 
 
 @runner.measures("step.vs_torch")
-def vs_torch(preset: str) -> runner.Measure:
-    return compare_to(Plain, preset, "step.vs_torch", 1.9)
+def vs_torch(preset: str, beside: int = 0) -> runner.Measure:
+    return compare_to(Plain, preset, "step.vs_torch", 1.9, beside=beside)
 
 
 @runner.measures("step.vs_torch.sync")
-def vs_torch_sync(preset: str) -> runner.Measure:
-    return compare_to(Plain, preset, "step.vs_torch", 1.9, ".sync")
+def vs_torch_sync(preset: str, beside: int = 0) -> runner.Measure:
+    return compare_to(Plain, preset, "step.vs_torch", 1.9, ".sync", beside)
 
 
 @runner.measures("step.vs_torchrec")
-def vs_torchrec(preset: str) -> runner.Measure | None:
-    return compare_to_torchrec(preset, "step.vs_torchrec", 2.8)
+def vs_torchrec(preset: str, beside: int = 0) -> runner.Measure | None:
+    return compare_to_torchrec(preset, "step.vs_torchrec", 2.8, beside=beside)
 
 
 @runner.measures("step.vs_torchrec.sync")
-def vs_torchrec_sync(preset: str) -> runner.Measure | None:
-    return compare_to_torchrec(preset, "step.vs_torchrec", 2.8, end=".sync")
+def vs_torchrec_sync(preset: str, beside: int = 0) -> runner.Measure | None:
+    return compare_to_torchrec(preset, "step.vs_torchrec", 2.8, end=".sync", beside=beside)
 
 
 @runner.measures("step.vs_torchrec_bf16")
@@ -234,10 +242,10 @@ def wide(preset: str) -> runner.Measure | None:
 
 
 @runner.measures("step.vs_dense_only")
-def vs_dense_only(preset: str) -> runner.Measure:
-    return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.55)
+def vs_dense_only(preset: str, beside: int = 0) -> runner.Measure:
+    return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.55, beside=beside)
 
 
 @runner.measures("step.vs_dense_only.sync")
-def vs_dense_only_sync(preset: str) -> runner.Measure:
-    return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.55, ".sync")
+def vs_dense_only_sync(preset: str, beside: int = 0) -> runner.Measure:
+    return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.55, ".sync", beside)

@@ -12,16 +12,13 @@ threads.ahead.load_N     As before there was one thread: Hybrid(4), half of the 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import Plain, Variant, Workload, generate
-from benchmarks.elsewhere import AS_A_COMMAND, AS_A_PROGRAM, started
+from benchmarks.elsewhere import AS_A_COMMAND, AS_A_PROGRAM, busy, started
 from persia.openmp import SPINS_SHARED
 
 LOADS = {"smoke": (0, 1), "laptop": (0, 1, 2), "full": (0, 1, 2)}
@@ -72,18 +69,6 @@ def _train(pipe: Connection, kind: str, work: Workload) -> None:
     pipe.send(torch.get_num_threads())
     while True:
         pipe.send(variant.time(pipe.recv()))
-
-
-@contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    """So many processes that do nothing, all the time."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def compare(

@@ -10,7 +10,8 @@ zoo.auc.DATA.MODEL   Progressive AUC of one pass minus that of plain PyTorch wit
 zoo.rate.DATA.MODEL  Rows/s of the same runs over those of plain PyTorch, whose ids are numbered and sequences padded
                      before its time begins. Both in alternation, in mode Sync, each in a process as it is started by
                      somebody who sets nothing of torch's threads. The target is 0.97x. `embedding_share` is what
-                     lookup, backward and update of embeddings take of PyTorch's step.
+                     lookup, backward and update of embeddings take of PyTorch's step. With `--beside` on a fifth of the
+                     rows, and with three seeds.
 zoo.long_sequences.MODEL
                      Rows/s of training on histories of 1,000 ids, with ids/s, and the rate of plain PyTorch.
 zoo.dien, zoo.youtubednn
@@ -54,6 +55,9 @@ DAY_ROWS = {"smoke": 1_024, "laptop": 262_144, "full": 524_288}
 LONG_ROWS = {"smoke": (8, 4), "laptop": (256, 32), "full": (2_048, 32)}
 """Samples with long histories, and the samples of a batch."""
 LONG_MODELS = ("din", "sasrec", "hstu")
+BESIDE_SEEDS = 3
+BESIDE_SHARE = 5
+"""Beside other processes, this part of the rows is trained."""
 LEAST_RATE = 0.97
 """Rows/s over the rows/s of plain PyTorch."""
 WAY = ("sync", "sync", "sync", "gba", "sync")
@@ -69,13 +73,14 @@ CASES = [
 
 
 @functools.cache
-def clicks(source: str, model: str, preset: str) -> Clicks | None:
-    """Returns the data of a case; None if they are not here."""
-    if source == "globo":
-        return globo(ROWS[preset], model in SEQUENTIAL)
+def clicks(source: str, model: str, preset: str, share: int = 1) -> Clicks | None:
+    """Returns the data of a case, one of `share` parts of them; None if they are not here."""
     if source == "long":
         return long_sequences(*LONG_ROWS[preset])
-    return adult(ROWS[preset]) if source == "adult" else sequences(ROWS[preset])
+    rows = ROWS[preset] // share
+    if source == "globo":
+        return globo(rows, model in SEQUENTIAL)
+    return adult(rows) if source == "adult" else sequences(rows)
 
 
 @functools.cache
@@ -87,15 +92,15 @@ def sides() -> tuple[Elsewhere, Elsewhere]:
     return ours, theirs
 
 
-def trained(source: str, model: str, preset: str, seed: int) -> Result | None:
+def trained(source: str, model: str, preset: str, seed: int, share: int = 1) -> Result | None:
     """Trains one pass; None without the data."""
-    data = clicks(source, model, preset)
+    data = clicks(source, model, preset, share)
     return None if data is None else train(data, MODELS[model], seed)
 
 
-def trained_in_torch(source: str, model: str, preset: str, seed: int) -> Result | None:
+def trained_in_torch(source: str, model: str, preset: str, seed: int, share: int = 1) -> Result | None:
     """Trains the same in plain PyTorch."""
-    data = clicks(source, model, preset)
+    data = clicks(source, model, preset, share)
     return None if data is None else train_in_torch(data, MODELS[model], seed)
 
 
@@ -106,10 +111,12 @@ def share_of_embeddings(source: str, model: str, preset: str) -> float:
     return embedding_share(data, MODELS[model])
 
 
-def in_turn(source: str, model: str, preset: str, seed: int) -> tuple[Result, Result]:
+def in_turn(source: str, model: str, preset: str, seed: int, share: int = 1) -> tuple[Result, Result]:
     """Returns the results of both sides, in an order that alternates with the seed."""
     both = list(zip(sides(), (trained, trained_in_torch), strict=True))
-    runs = [side.call(function, source, model, preset, seed) for side, function in (both[::-1] if seed % 2 else both)]
+    runs = [
+        side.call(function, source, model, preset, seed, share) for side, function in (both[::-1] if seed % 2 else both)
+    ]
     ours, theirs = runs[::-1] if seed % 2 else runs
     return ours, theirs
 
@@ -118,20 +125,25 @@ def _register(source: str, model: str) -> None:
     names = (f"zoo.auc.{source}.{model}", f"zoo.rate.{source}.{model}")
 
     @runner.measures(*names)
-    def compared(preset: str) -> Iterator[runner.Measure]:
-        data = clicks(source, model, preset)
+    def compared(preset: str, beside: int = 0) -> Iterator[runner.Measure]:
+        share = BESIDE_SHARE if beside else 1
+        data = clicks(source, model, preset, share)
         if data is None:
             is_here("globo_ctr" if source == "globo" else source)  # Says where to get it.
             return
-        runs = [in_turn(source, model, preset, seed) for seed in SEEDS[preset]]
+        seeds = SEEDS[preset][:BESIDE_SEEDS] if beside else SEEDS[preset]
+        runs = [in_turn(source, model, preset, seed, share) for seed in seeds]
         details: dict[str, object] = {"rows": sum(map(len, data.batches))}
         best = {} if data.best is None else {"best": data.best}
         areas = [[one.auc for one in side] for side in zip(*runs, strict=True)]
         yield runner.paired(names[0], *areas, "AUC", at_least=-0.001, details=details | best)
         rates = [[one.rows_per_s for one in side] for side in zip(*runs, strict=True)]
         _, theirs = sides()
-        share = theirs.call(share_of_embeddings, source, model, preset)
-        said = {**details, "embedding_share": share}
+        said = (
+            details
+            if beside
+            else {**details, "embedding_share": theirs.call(share_of_embeddings, source, model, preset)}
+        )
         yield runner.paired_ratio(names[1], *rates, at_least=LEAST_RATE, details=said)
 
 

@@ -77,6 +77,28 @@ def test_other_parameters_keep_their_defaults(monkeypatch):
     assert selected("fake.one") == ["fake.one"]
 
 
+@pytest.mark.processes
+def test_beside_other_processes_lines_say_so(monkeypatch, tmp_path):
+    asked = []
+
+    def one(preset, beside=0):
+        asked.append(beside)
+        return runner.Measure("fake.one", 1.0, "s")
+
+    def other(preset):
+        return runner.Measure("fake.other", 1.0, "s")
+
+    found = (runner.Benchmark(("fake.one",), one), runner.Benchmark(("fake.other",), other))
+    monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    file = tmp_path / "lines.jsonl"
+    assert command.main(["fake.*", "--json", str(file)]) == 0
+    assert command.main(["fake.*", "--beside", "1", "--json", str(file)]) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["fake.one", "fake.other", "beside_1.fake.one", "beside_1.fake.other"]
+    assert [line["command"].endswith(" --beside 1") for line in lines] == [False, False, True, True]
+    assert asked == [0, 1]
+
+
 def test_a_name_that_selects_nothing_is_an_error(registered):
     with pytest.raises(KeyError, match=r"No benchmark is named 'fake'; did you mean 'fake\.\*'"):
         selected("fake")
