@@ -23,6 +23,8 @@ ROUNDING = 1e-4
 MOST_NAMED = 3
 EVICTING = ("extra_0",)
 """Tables whose rows are evicted."""
+MOST_SUSPECTS = 16
+"""Gradients of one row that may be missing."""
 LEAST_COMPARED = 40_000
 """Rows of `WHOLE` whose values must have been compared, of 50,000."""
 
@@ -118,6 +120,67 @@ def values(
     if compared.get(WHOLE, 0) < least:
         wrong.append(f"only {compared.get(WHOLE, 0)} of {WHOLE} could be compared, not {least}")
     return _some("rows", wrong), compared
+
+
+def sums(
+    rows: Mapping[str, Rows], pushes: Mapping[str, Pushes], rate: float, seed: int, most: int, least: int | None = None
+) -> tuple[list[str], dict[str, int], int]:
+    """Every row is its initial value minus `rate` times a sum of its gradients, each at most once.
+
+    For modes whose PSs sum several pushes before they change a row. Missing are pushes that were held by a PS when it
+    died, or at the end, and gradients that were too old. Which pushes these are is not known. Each row from which one
+    is missing tells, though, and there are few of them: rows from which several are missing are compared with all
+    sums that leave out some of these; not compared is a row with more than `MOST_SUSPECTS` of them. Tables with
+    evictions are left out.
+
+    Args:
+        rows: of the PSs, by table.
+        pushes: recorded by the PSs, by table, each push by itself.
+        rate: learning rate of SGD over the pushes of a step.
+        seed: of the initial values.
+        most: gradients of rows that may be missing.
+        least: rows of `WHOLE` that must be compared; None for `LEAST_COMPARED`.
+
+    Returns:
+        What is wrong, how many rows were compared, by table, and how many gradients are missing.
+    """
+    wrong, compared, missing = [], {}, 0
+    for table, of in pushes.items():
+        if table in EVICTING:
+            continue
+        places, there = rows[table].of(of.ids)
+        initial = _initial_values(table, of.ids, of.sums.shape[1], seed)
+        expected = initial - rate * of.sums
+        found = np.where(there[:, None], rows[table].embeddings[places], initial)
+        bound = ROUNDING * (1 + rate * np.abs(of.sums).max(axis=1, keepdims=True))
+        apart = np.flatnonzero(~(np.abs(found - expected) <= bound).all(axis=1))
+        ends = np.append(of.starts[1:], len(of.each))
+        suspects = {int(name) for name in np.unique(of.names[~of.answered])}
+        for i in apart.tolist():
+            mine = slice(of.starts[i], ends[i])
+            fits = (np.abs(found[i] - expected[i] - rate * of.each[mine]) <= bound[i]).all(axis=1)
+            if fits.sum() == 1:
+                suspects.add(int(of.names[mine][fits][0]))
+        left_out, too_many = np.isin(of.names, list(suspects)), 0
+        for i in apart.tolist():
+            mine = slice(of.starts[i], ends[i])
+            candidates = of.each[mine][left_out[mine]]
+            if len(candidates) > MOST_SUSPECTS:
+                too_many += 1
+                continue
+            chosen = (np.arange(1 << len(candidates))[:, None] >> np.arange(len(candidates))) & 1
+            fits = (np.abs(found[i] - expected[i] - rate * (chosen @ candidates)) <= bound[i]).all(axis=1)
+            if fits.any():
+                missing += int(chosen[fits].sum(axis=1).min())
+            else:
+                wrong.append(f"{(table, int(of.ids[i]))} is {found[i]}, no sum of its gradients, {expected[i]} of all")
+        compared[table] = len(of.ids) - too_many
+    if missing > most:
+        wrong.append(f"{missing} gradients of rows are missing, at most {most} expected")
+    least = LEAST_COMPARED if least is None else least
+    if compared.get(WHOLE, 0) < least:
+        wrong.append(f"only {compared.get(WHOLE, 0)} of {WHOLE} could be compared, not {least}")
+    return _some("rows", wrong), compared, missing
 
 
 def stale(dropped: int, restarts: int, tolerance: int, nn_workers: int, rows_of_a_batch: int) -> list[str]:

@@ -76,6 +76,10 @@ class Pushes(NamedTuple):
         known: whether each push of the row was answered or refused, `[n]`. Refused is a step that NN workers that have
             restarted will not complete.
         sums: of the row's gradients, each push (or the average of each step) once, without those refused, `[n, dim]`.
+        starts: where each row's gradients begin in `each`, `[n]`.
+        each: those gradients, row after row, zero where refused, `[m, dim]`.
+        names: the push (or step) of each of them, a number, `[m]`.
+        answered: whether it was answered or refused, `[m]`.
     """
 
     ids: Any
@@ -83,6 +87,10 @@ class Pushes(NamedTuple):
     done: Any
     known: Any
     sums: Any
+    starts: Any
+    each: Any
+    names: Any
+    answered: Any
 
 
 class _Gradients(NamedTuple):
@@ -160,6 +168,10 @@ def _by_row(of: _Gradients, outcome: Any, totals: Any) -> Pushes:
         np.add.reduceat((outcomes == _DONE).astype(np.int64), row),
         np.minimum.reduceat(outcomes, row) > 0,
         np.add.reduceat(averages, row, axis=0),
+        row,
+        averages,
+        pushes[update],
+        outcomes > 0,
     )
 
 

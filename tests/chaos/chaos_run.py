@@ -25,7 +25,7 @@ from unittest import mock
 
 from chaos_hosts import proxied
 from chaos_injectors import Chaos, Site
-from chaos_invariants import Before, checkpoints, connected, counts, quality, rows_of, stale, values
+from chaos_invariants import Before, checkpoints, connected, counts, quality, rows_of, stale, sums, values
 from chaos_records import collect
 from chaos_schedule import KINDS, ON_MEMORY, Fault, draw
 from chaos_shrinking import shrink
@@ -73,9 +73,10 @@ class Outcome(NamedTuple):
         training: seconds of steps that counted.
         wall: seconds in all.
         auc: at the end, with faults and without.
-        compared: rows whose values were compared, by table; none where the mode weighs gradients by their age.
+        compared: rows whose values were compared, by table.
         counted: rows whose update counts were compared.
         stale: rows of gradients that Gba dropped as too old.
+        missing: rows of gradients that are not in the values in Gba: these, and those that a dead PS held.
         schedule: the faults that were to be made.
     """
 
@@ -89,6 +90,7 @@ class Outcome(NamedTuple):
     compared: dict[str, int]
     counted: int
     stale: int
+    missing: int
     schedule: list[Fault]
 
 
@@ -140,6 +142,7 @@ def run(
     pushes = collect(folder / "pushes", by_step=combined)
     wrong += counts(rows, pushes, acknowledged=plan.mode != "gba")
     compared: dict[str, int] = {}
+    missing = 0
     if plan.mode != "gba":
         apart, compared = values(rows, pushes, LEARNING_RATE, seed=0)
         wrong += apart
@@ -147,6 +150,10 @@ def run(
         restarts = deaths + sum(fault[1:3] == ("kill", "embedding_ps") for fault in chaos.made)
         rows_of_a_batch = BATCH * len(make_schema().id_features)
         wrong += stale(dropped.rows, restarts, MODES["gba"].tolerance, NN_WORKERS, rows_of_a_batch)
+        group = MODES["gba"].group(NN_WORKERS, BATCH)
+        most = (restarts * NN_WORKERS * (MODES["gba"].tolerance + 2) + group) * rows_of_a_batch
+        apart, compared, missing = sums(rows, pushes, LEARNING_RATE / group, seed=0, most=most)
+        wrong += apart
     wrong += checkpoints(site.checkpoints, site.spoiled)
     undisturbed = _undisturbed(plan, trainer.global_step)
     wrong += quality(auc, undisturbed)
@@ -154,7 +161,9 @@ def run(
     counted = sum(len(of.ids) for of in pushes.values())
     aucs = auc, undisturbed
     steps, stale_rows = trainer.global_step, dropped.rows
-    return Outcome(wrong, made, deaths, steps, training, wall, aucs, compared, counted, stale_rows, list(faults))
+    return Outcome(
+        wrong, made, deaths, steps, training, wall, aucs, compared, counted, stale_rows, missing, list(faults)
+    )
 
 
 class Dropped:

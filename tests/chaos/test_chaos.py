@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 import numpy as np
-from chaos_invariants import Rows, counts, stale, values
+from chaos_invariants import Rows, counts, stale, sums, values
 from chaos_records import Recorded, collect
 from chaos_run import Plan, run
 from chaos_schedule import KINDS, draw
@@ -92,6 +92,32 @@ def test_too_few_compared_rows_are_a_failure(pushes, monkeypatch):
     found = {"many": collect(pushes, by_step=False)["many"]}
     rows = {"many": Rows(np.arange(4, dtype=np.uint64), np.full(4, 3), np.full((4, 2), 5.5))}
     assert values(rows, found, LEARNING_RATE, 0)[0] == ["rows: only 4 of many could be compared, not 40000"]
+
+
+def test_a_row_that_is_no_sum_of_its_gradients_is_found(tmp_path, monkeypatch):
+    """Four pushes to 40 rows, of which the third is missing from all rows, the second from some."""
+    monkeypatch.setattr("chaos_invariants._initial_values", lambda table, ids, dim, seed: np.full((len(ids), dim), 7.0))
+    role, rng = Recorded(Role(), str(tmp_path), 1, 0), np.random.default_rng(0)
+    ids = np.arange(40, dtype=np.uint64)
+    gradients = [rng.normal(size=(40, 4)).astype(np.float32) for _ in range(4)]
+    for number, values_ in enumerate(gradients, 1):
+        role.push((0, 0, number, number, 4), {"many": (ids, values_)})
+    pushes = collect(tmp_path, by_step=False)
+    without_third = 7.0 - LEARNING_RATE * (gradients[0] + gradients[1] + gradients[3])
+    without_third[:5] += LEARNING_RATE * gradients[1][:5]
+    without_third[5] += LEARNING_RATE * (gradients[1] - gradients[2])[5]  # The second by itself, so that it is known.
+
+    def checked(embeddings, most=45, least=40):
+        return sums({"many": Rows(ids, np.full(40, 3), embeddings)}, pushes, LEARNING_RATE, 0, most, least)
+
+    assert checked(without_third) == ([], {"many": 40}, 45)
+    assert checked(without_third, most=44)[0] == ["rows: 45 gradients of rows are missing, at most 44 expected"]
+    assert checked(without_third, least=41)[0] == ["rows: only 40 of many could be compared, not 41"]
+    for wrong_by in (-LEARNING_RATE * gradients[0][7], 0.01):  # One of them twice; and anything else.
+        off = without_third.copy()
+        off[7] += wrong_by
+        (wrong,) = checked(off)[0]
+        assert "('many', 7) is" in wrong
 
 
 def test_more_stale_gradients_than_restarts_explain_are_a_failure():
