@@ -60,6 +60,18 @@ TOPICS = {
         Row("zoo.rate.*", "rows/s of 26 models and data sets, against plain PyTorch", newest=True),
         Row("zoo.auc.*", "AUC of these less plain PyTorch's", newest=True),
     ),
+    "beside": (
+        Row("beside_1.step.vs_torch", "samples/s against plain PyTorch, 26 features of dim 16"),
+        Row("beside_1.step.vs_torch.sync", "the same"),
+        Row("beside_1.step.vs_torchrec", "against TorchRec"),
+        Row("beside_1.step.vs_torchrec.sync", "the same"),
+        Row("beside_1.step.vs_dense_only", "against the network alone"),
+        Row("beside_1.step.vs_dense_only.sync", "the same"),
+        Row("beside_1.globo.rows", "rows/s on globo_ctr from its files, against plain PyTorch"),
+        Row("beside_1.zoo.rate.adult.*", "models on adult, against plain PyTorch", newest=True),
+        Row("beside_1.zoo.rate.globo.*", "models on globo_ctr", newest=True),
+        Row("beside_1.zoo.rate.sequences.*", "models on generated sequences", newest=True),
+    ),
     "store": (
         Row("store.lookup_uniform", "lookups/s against `torch.index_select`, uniform ids"),
         Row("store.lookup_zipf", "the same, Zipf(1.05)"),

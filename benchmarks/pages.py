@@ -35,6 +35,7 @@ PAGES = tuple(
         "docs/papers/persia.md",
         "docs/papers/gba.md",
         "docs/papers/apmsqueeze.md",
+        "docs/decisions/0020-one-thread.md",
     )
 )
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
