@@ -144,36 +144,32 @@ def sums(
     Returns:
         What is wrong, how many rows were compared, by table, and how many gradients are missing.
     """
-    wrong, compared, missing = [], {}, 0
-    for table, of in pushes.items():
-        if table in EVICTING:
-            continue
-        places, there = rows[table].of(of.ids)
-        initial = _initial_values(table, of.ids, of.sums.shape[1], seed)
-        expected = initial - rate * of.sums
-        found = np.where(there[:, None], rows[table].embeddings[places], initial)
-        bound = ROUNDING * (1 + rate * np.abs(of.sums).max(axis=1, keepdims=True))
-        apart = np.flatnonzero(~(np.abs(found - expected) <= bound).all(axis=1))
-        ends = np.append(of.starts[1:], len(of.each))
-        suspects = {int(name) for name in np.unique(of.names[~of.answered])}
-        for i in apart.tolist():
-            mine = slice(of.starts[i], ends[i])
-            fits = (np.abs(found[i] - expected[i] - rate * of.each[mine]) <= bound[i]).all(axis=1)
+    sides = {name: _apart(name, rows[name], of, rate, seed) for name, of in pushes.items() if name not in EVICTING}
+    suspects: set[int] = set()
+    for table, side in sides.items():
+        of = pushes[table]
+        suspects.update(np.unique(of.names[~of.answered]).tolist())
+        for apart in side:
+            fits = (np.abs(apart.difference - rate * of.each[apart.gradients]) <= apart.bound).all(axis=1)
             if fits.sum() == 1:
-                suspects.add(int(of.names[mine][fits][0]))
-        left_out, too_many = np.isin(of.names, list(suspects)), 0
-        for i in apart.tolist():
-            mine = slice(of.starts[i], ends[i])
-            candidates = of.each[mine][left_out[mine]]
+                suspects.update(of.names[apart.gradients][fits].tolist())
+    wrong, compared, missing = [], {}, 0
+    for table, side in sides.items():
+        of, too_many = pushes[table], 0
+        left_out = np.isin(of.names, list(suspects))
+        for apart in side:
+            candidates = of.each[apart.gradients][left_out[apart.gradients]]
             if len(candidates) > MOST_SUSPECTS:
                 too_many += 1
                 continue
             chosen = (np.arange(1 << len(candidates))[:, None] >> np.arange(len(candidates))) & 1
-            fits = (np.abs(found[i] - expected[i] - rate * (chosen @ candidates)) <= bound[i]).all(axis=1)
+            fits = (np.abs(apart.difference - rate * (chosen @ candidates)) <= apart.bound).all(axis=1)
             if fits.any():
                 missing += int(chosen[fits].sum(axis=1).min())
             else:
-                wrong.append(f"{(table, int(of.ids[i]))} is {found[i]}, no sum of its gradients, {expected[i]} of all")
+                wrong.append(
+                    f"{(table, apart.id)} is no sum of its gradients: {apart.difference} apart from that of all"
+                )
         compared[table] = len(of.ids) - too_many
     if missing > most:
         wrong.append(f"{missing} gradients of rows are missing, at most {most} expected")
@@ -181,6 +177,34 @@ def sums(
     if compared.get(WHOLE, 0) < least:
         wrong.append(f"only {compared.get(WHOLE, 0)} of {WHOLE} could be compared, not {least}")
     return _some("rows", wrong), compared, missing
+
+
+class _Apart(NamedTuple):
+    """A row that differs from its initial value minus all of its gradients.
+
+    Attributes:
+        id: of the row.
+        difference: from that, `[dim]`.
+        bound: of rounding.
+        gradients: where they are in `Pushes.each`.
+    """
+
+    id: int
+    difference: Any
+    bound: float
+    gradients: slice
+
+
+def _apart(table: str, rows: Rows, of: Pushes, rate: float, seed: int) -> list[_Apart]:
+    places, there = rows.of(of.ids)
+    initial = _initial_values(table, of.ids, of.sums.shape[1], seed)
+    difference = np.where(there[:, None], rows.embeddings[places], initial) - (initial - rate * of.sums)
+    bound = ROUNDING * (1 + rate * np.abs(of.sums).max(axis=1))
+    ends = np.append(of.starts[1:], len(of.each)).tolist()
+    return [
+        _Apart(int(of.ids[i]), difference[i], float(bound[i]), slice(int(of.starts[i]), ends[i]))
+        for i in np.flatnonzero(~(np.abs(difference) <= bound[:, None]).all(axis=1)).tolist()
+    ]
 
 
 def stale(dropped: int, restarts: int, tolerance: int, nn_workers: int, rows_of_a_batch: int) -> list[str]:
