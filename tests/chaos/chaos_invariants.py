@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import defaultdict
@@ -23,8 +24,8 @@ ROUNDING = 1e-4
 MOST_NAMED = 3
 EVICTING = ("extra_0",)
 """Tables whose rows are evicted."""
-MOST_SUSPECTS = 16
-"""Gradients of one row that may be missing."""
+MOST_SUSPECTS = 7
+"""Gradients of one row that may not count as others do."""
 LEAST_COMPARED = 40_000
 """Rows of `WHOLE` whose values must have been compared, of 50,000."""
 
@@ -123,60 +124,73 @@ def values(
 
 
 def sums(
-    rows: Mapping[str, Rows], pushes: Mapping[str, Pushes], rate: float, seed: int, most: int, least: int | None = None
+    rows: Mapping[str, Rows],
+    pushes: Mapping[str, Pushes],
+    learning_rate: float,
+    group: int,
+    seed: int,
+    most: int,
+    least: int | None = None,
 ) -> tuple[list[str], dict[str, int], int]:
-    """Every row is its initial value minus `rate` times a sum of its gradients, each at most once.
+    """Every row is its initial value minus a sum of its gradients, each at most once, by SGD.
 
-    For modes whose PSs sum several pushes before they change a row. Missing are pushes that were held by a PS when it
-    died, or at the end, and gradients that were too old. Which pushes these are is not known. Each row from which one
-    is missing tells, though, and there are few of them: rows from which several are missing are compared with all
-    sums that leave out some of these; not compared is a row with more than `MOST_SUSPECTS` of them. Tables with
-    evictions are left out.
+    For modes whose PSs apply the mean of `group` pushes. A push counts a `group`-th; or not at all, if it was held by a
+    PS when that died, or at the end, or its gradient was too old; or more, if its step was cut short, as a mode ends it
+    before NN workers restart. With three pushes in a step that is 1 or 1/2, and two thirds would be a push that counts
+    twice. Which pushes these are is not known. Each row in which one of them differs tells, though, and there are few
+    of them: rows with several are compared with all their sums; not compared is a row with more than `MOST_SUSPECTS`.
+    Tables with evictions are left out.
 
     Args:
         rows: of the PSs, by table.
         pushes: recorded by the PSs, by table, each push by itself.
-        rate: learning rate of SGD over the pushes of a step.
+        learning_rate: of SGD.
+        group: pushes of a step.
         seed: of the initial values.
-        most: gradients of rows that may be missing.
+        most: gradients of rows that may differ.
         least: rows of `WHOLE` that must be compared; None for `LEAST_COMPARED`.
 
     Returns:
-        What is wrong, how many rows were compared, by table, and how many gradients are missing.
+        What is wrong, how many rows were compared, by table, and how many gradients differ.
     """
+    rate = learning_rate / group
+    extra = np.array([0.0, 1.0, *(1 - group / cut for cut in range(1, group))])
+    """What is missing of a gradient: nothing, all of it, or less than nothing."""
     sides = {name: _apart(name, rows[name], of, rate, seed) for name, of in pushes.items() if name not in EVICTING}
     suspects: set[int] = set()
     for table, side in sides.items():
         of = pushes[table]
         suspects.update(np.unique(of.names[~of.answered]).tolist())
         for apart in side:
-            fits = (np.abs(apart.difference - rate * of.each[apart.gradients]) <= apart.bound).all(axis=1)
-            if fits.sum() == 1:
+            each = rate * extra[1:, None, None] * of.each[apart.gradients]
+            _, fits = np.nonzero((np.abs(apart.difference - each) <= apart.bound).all(axis=2))
+            if len(fits) == 1:
                 suspects.update(of.names[apart.gradients][fits].tolist())
-    wrong, compared, missing = [], {}, 0
+    wrong, compared, differ = [], {}, 0
     for table, side in sides.items():
         of, too_many = pushes[table], 0
-        left_out = np.isin(of.names, list(suspects))
+        suspected = np.isin(of.names, list(suspects))
         for apart in side:
-            candidates = of.each[apart.gradients][left_out[apart.gradients]]
+            candidates = of.each[apart.gradients][suspected[apart.gradients]]
             if len(candidates) > MOST_SUSPECTS:
                 too_many += 1
                 continue
-            chosen = (np.arange(1 << len(candidates))[:, None] >> np.arange(len(candidates))) & 1
-            fits = (np.abs(apart.difference - rate * (chosen @ candidates)) <= apart.bound).all(axis=1)
+            chosen = np.array(list(itertools.product(range(len(extra)), repeat=len(candidates))), np.intp)
+            chosen = chosen.reshape(-1, len(candidates))
+            fits = (np.abs(apart.difference - rate * (extra[chosen] @ candidates)) <= apart.bound).all(axis=1)
             if fits.any():
-                missing += int(chosen[fits].sum(axis=1).min())
+                differ += int((chosen[fits] > 0).sum(axis=1).min())
             else:
                 wrong.append(
                     f"{(table, apart.id)} is no sum of its gradients: {apart.difference} apart from that of all"
                 )
         compared[table] = len(of.ids) - too_many
-    if missing > most:
-        wrong.append(f"{missing} gradients of rows are missing, at most {most} expected")
+    if differ > most:
+        wrong.append(f"{differ} gradients of rows are missing, or of short steps, at most {most} expected")
     least = LEAST_COMPARED if least is None else least
     if compared.get(WHOLE, 0) < least:
         wrong.append(f"only {compared.get(WHOLE, 0)} of {WHOLE} could be compared, not {least}")
-    return _some("rows", wrong), compared, missing
+    return _some("rows", wrong), compared, differ
 
 
 class _Apart(NamedTuple):

@@ -76,7 +76,8 @@ class Outcome(NamedTuple):
         compared: rows whose values were compared, by table.
         counted: rows whose update counts were compared.
         stale: rows of gradients that Gba dropped as too old.
-        missing: rows of gradients that are not in the values in Gba: these, and those that a dead PS held.
+        differ: rows of gradients that do not count as others do in Gba: these, those that a dead PS held, and those
+            of steps that were cut short.
         schedule: the faults that were to be made.
     """
 
@@ -90,7 +91,7 @@ class Outcome(NamedTuple):
     compared: dict[str, int]
     counted: int
     stale: int
-    missing: int
+    differ: int
     schedule: list[Fault]
 
 
@@ -142,7 +143,7 @@ def run(
     pushes = collect(folder / "pushes", by_step=combined)
     wrong += counts(rows, pushes, acknowledged=plan.mode != "gba")
     compared: dict[str, int] = {}
-    missing = 0
+    differ = 0
     if plan.mode != "gba":
         apart, compared = values(rows, pushes, LEARNING_RATE, seed=0)
         wrong += apart
@@ -152,7 +153,7 @@ def run(
         wrong += stale(dropped.rows, restarts, MODES["gba"].tolerance, NN_WORKERS, rows_of_a_batch)
         group = MODES["gba"].group(NN_WORKERS, BATCH)
         most = (restarts * NN_WORKERS * (MODES["gba"].tolerance + 2) + group) * rows_of_a_batch
-        apart, compared, missing = sums(rows, pushes, LEARNING_RATE / group, seed=0, most=most)
+        apart, compared, differ = sums(rows, pushes, LEARNING_RATE, group, seed=0, most=most)
         wrong += apart
     wrong += checkpoints(site.checkpoints, site.spoiled)
     undisturbed = _undisturbed(plan, trainer.global_step)
@@ -162,7 +163,7 @@ def run(
     aucs = auc, undisturbed
     steps, stale_rows = trainer.global_step, dropped.rows
     return Outcome(
-        wrong, made, deaths, steps, training, wall, aucs, compared, counted, stale_rows, missing, list(faults)
+        wrong, made, deaths, steps, training, wall, aucs, compared, counted, stale_rows, differ, list(faults)
     )
 
 

@@ -16,7 +16,8 @@ from persia.nn.models import FFNN
 
 BATCH = 256
 LEARNING_RATE = 10.0
-MODES: dict[str, Mode] = {"hybrid": Hybrid(2, warmup=0), "sync": Sync(), "gba": Gba(2 * BATCH)}
+MODES: dict[str, Mode] = {"hybrid": Hybrid(2, warmup=0), "sync": Sync(), "gba": Gba(3 * BATCH)}
+"""Gba has three pushes in a step, so that a push that counts twice differs from one of a step that was cut short."""
 TEST_BATCHES = 200
 MOST_EXTRA = 200_000
 MANY = 50_000

@@ -95,29 +95,36 @@ def test_too_few_compared_rows_are_a_failure(pushes, monkeypatch):
 
 
 def test_a_row_that_is_no_sum_of_its_gradients_is_found(tmp_path, monkeypatch):
-    """Four pushes to 40 rows, of which the third is missing from all rows, the second from some."""
+    """Four pushes to 40 rows: the third is missing from all, the second from some, and the fourth was a short step."""
     monkeypatch.setattr("chaos_invariants._initial_values", lambda table, ids, dim, seed: np.full((len(ids), dim), 7.0))
     role, rng = Recorded(Role(), str(tmp_path), 1, 0), np.random.default_rng(0)
     ids = np.arange(40, dtype=np.uint64)
-    gradients = [rng.normal(size=(40, 4)).astype(np.float32) for _ in range(4)]
+    gradients = rng.normal(size=(4, 40, 4)).astype(np.float32)
     for number, values_ in enumerate(gradients, 1):
         role.push((0, 0, number, number, 4), {"many": (ids, values_)})
     pushes = collect(tmp_path, by_step=False)
-    without_third = 7.0 - LEARNING_RATE * (gradients[0] + gradients[1] + gradients[3])
-    without_third[:5] += LEARNING_RATE * gradients[1][:5]
-    without_third[5] += LEARNING_RATE * (gradients[1] - gradients[2])[5]  # The second by itself, so that it is known.
+    times = np.ones((4, 40))
+    times[2] = 0  # In three rows each of them is the only one, so that it is known.
+    times[1, :5] = 0
+    times[3] = 3 / 2
+    times[:, 5:8] = [[1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 1, 3 / 2]]
 
-    def checked(embeddings, most=45, least=40):
-        return sums({"many": Rows(ids, np.full(40, 3), embeddings)}, pushes, LEARNING_RATE, 0, most, least)
+    def checked(times, off=0.0, most=200, least=40):
+        embeddings = 7.0 - LEARNING_RATE / 3 * np.einsum("ni,nid->id", times, gradients)
+        embeddings[8] += off
+        rows = {"many": Rows(ids, np.full(40, 3), embeddings)}
+        return sums(rows, pushes, LEARNING_RATE, 3, 0, most, least)
 
-    assert checked(without_third) == ([], {"many": 40}, 45)
-    assert checked(without_third, most=44)[0] == ["rows: 45 gradients of rows are missing, at most 44 expected"]
-    assert checked(without_third, least=41)[0] == ["rows: only 40 of many could be compared, not 41"]
-    for wrong_by in (-LEARNING_RATE * gradients[0][7], 0.01):  # One of them twice; and anything else.
-        off = without_third.copy()
-        off[7] += wrong_by
-        (wrong,) = checked(off)[0]
-        assert "('many', 7) is no sum" in wrong
+    found = int((times != 1).sum())
+    assert checked(times, most=found) == ([], {"many": 40}, found)
+    (wrong,) = checked(times, most=found - 1)[0]
+    assert f"{found} gradients of rows are missing" in wrong
+    assert checked(times, most=found, least=41)[0] == ["rows: only 40 of many could be compared, not 41"]
+    (wrong,) = checked(times, 0.01)[0]
+    assert "('many', 8) is no sum" in wrong
+    times[0, 8] = 2
+    (wrong,) = checked(times)[0]
+    assert "('many', 8) is no sum" in wrong
 
 
 def test_more_stale_gradients_than_restarts_explain_are_a_failure():
