@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from persia.cluster import numa
+from persia.types import BucketMap
 
 
 @pytest.fixture
@@ -82,12 +83,12 @@ def test_threads_that_start_later_are_pinned_too():
 
 def test_a_ps_is_pinned_before_it_starts_threads(monkeypatch):
     """Its own seat, and as many threads as it will have; a thread that is there already would stay where it is."""
-    hosts = pytest.importorskip("persia.cluster.ray.hosts", reason="Ray is not installed")
+    hosts = pytest.importorskip("persia.cluster.ray.server_host", reason="Ray is not installed")
     from persia.cluster.ray.process_plan import ServerSeat
 
     done = []
     monkeypatch.setattr(hosts.Host, "__init__", lambda self, plan, rank: vars(self).update(plan=plan, rank=rank))
-    monkeypatch.setattr(hosts.EmbeddingServerHost, "_predecessor_address", lambda self: "")
+    monkeypatch.setattr(hosts.EmbeddingServerHost, "_predecessor", lambda self: ("", False, BucketMap.even(3)))
     monkeypatch.setattr(hosts.EmbeddingServerHost, "serve", lambda self, *_: done.append("serves"))
     monkeypatch.setattr(hosts.EmbeddingServerHost, "join", lambda self, *_: None)
     monkeypatch.setattr(hosts, "cores", lambda _: 3)

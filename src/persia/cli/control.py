@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
+import secrets
+import time
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,9 @@ __all__ = ["control_app"]
 
 CONTROL_SECONDS = 10.0
 """Deadline of a request to the job."""
+
+POLL_SECONDS = 0.5
+"""Interval of asking whether a request has been executed."""
 
 control_app = typer.Typer(no_args_is_help=True, help="Control a running job.")
 
@@ -65,3 +70,42 @@ def switch(
     finally:
         rpc.close(tokens)
     say(f"The run at {address} switches to {mode} at its next step boundary.")
+
+
+@control_app.command()
+def scale(
+    address: Annotated[str, typer.Argument(help="`cluster.control_address` of the run: tcp://host:port.")],
+    counts: Annotated[
+        list[str],
+        typer.Argument(help="ps=N, embedding_workers=N, data_loaders=N; one or more.", metavar="ROLE=N"),
+    ],
+) -> None:
+    """Change the numbers of processes of a running job.
+
+    Waits until new processes serve, retired ones have ended, and each embedding PS owns an equal part of the rows;
+    Ctrl-C ends only the waiting. If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does.
+    """
+    from persia import rpc
+    from persia.errors import PersiaError
+    from persia.services import BucketMaps
+
+    numbers: dict[str, int] = {}
+    for count in counts:
+        name, _, number = count.partition("=")
+        if not number.isdecimal():
+            raise ConfigError(f"Invalid {count!r}; expected ROLE=N, such as ps=4.", field="counts")
+        numbers[name] = int(number)
+    run = rpc.connect(address, BucketMaps, peer="the run", timeout=CONTROL_SECONDS)
+    ticket, rows = secrets.token_hex(8), -1
+    try:
+        while not (request := run.request_scale(ticket, numbers)).answered:
+            progress = run.map_state().progress
+            if "ps" in numbers and progress.rows != rows and progress.version >= 0:
+                rows = progress.rows
+                say(f"{rows:,} rows are copied to other embedding PSs.")
+            time.sleep(POLL_SECONDS)
+    finally:
+        rpc.close(run)
+    if request.error:
+        raise PersiaError(f"The run at {address} keeps its numbers of processes: {request.error}")
+    say(f"The run at {address} has {', '.join(f'{name}={number}' for name, number in numbers.items())}.")

@@ -1,4 +1,7 @@
-"""Membership, progress of training, and reports of all members (docs/reference/protocol.md, section 8)."""
+"""Membership, bucket map, progress of training, and reports of all members.
+
+docs/reference/protocol.md, section 8, specifies the membership, and docs/reference/moves.md changes of the map.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from persia.coordinator.map_orders import MapOrders
+from persia.coordinator.scale_requests import ScaleRequests
 from persia.coordinator.store import StateFile
 from persia.errors import ConfigError
-from persia.types import Member, Membership
+from persia.services import MapState, MoveProgress, Round, ScaleRequest
+from persia.types import BucketMap, Member, Membership
 
 __all__ = ["CoordinatorServer"]
 
@@ -25,23 +31,30 @@ class _State(msgspec.Struct):
     generation: int = 0
     nn_workers: int = 0
     members: list[Member] = []
+    maps: MapOrders | None = None
 
 
 class CoordinatorServer:
-    """The membership of a cluster, and the last report of each member. No data pass through it, and it makes no calls.
+    """The membership and the bucket map of a cluster, and the last report of each member. No data pass through it.
 
-    Safe to call from several threads; only `membership` blocks.
+    Safe to call from several threads; only `membership` and `scale_request` block. It makes no calls.
 
     Args:
         clock: clock in seconds, for the age of reports.
-        path: file to which the membership is saved, and from which it is restored if the file exists; None for no
-            file. Reports are not saved: members send new ones soon.
+        path: file to which membership and map are saved, and from which they are restored if the file exists; None for
+            no file. Reports are not saved: members send new ones soon.
+        buckets: the first bucket map of the run.
 
     Raises:
         PersiaError: the file is damaged.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, path: str | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        path: str | None = None,
+        buckets: BucketMap | None = None,
+    ) -> None:
         self._clock = clock
         self._changed = threading.Condition()
         self._file = StateFile(path, _State)
@@ -52,6 +65,9 @@ class CoordinatorServer:
         self._members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in before.members}
         self._reports: dict[tuple[str, int], tuple[float, dict[str, float]]] = {}
         """Time of the last report of each member, and its counters."""
+        self._maps = before.maps or MapOrders(buckets or BucketMap.even(1))
+        self._progress = MoveProgress()
+        self._requests = ScaleRequests()
 
     def join(self, role: str, rank: int, address: str) -> Member:
         """Adds a process that has started; marks an earlier process of its rank as dead.
@@ -82,10 +98,14 @@ class CoordinatorServer:
             return member
 
     def depart(self, role: str, rank: int, incarnation: int, reason: str = "") -> None:
-        """Marks a process as dead. No-op if its rank has a later incarnation, or is dead already."""
+        """Marks a process as dead; without a reason, as one that has left. No-op if its rank has a later incarnation.
+
+        Nor does a reason change what is known of a dead process.
+        """
         with self._changed:
             member = self._members.get((role, rank))
-            if member is not None and member.incarnation == incarnation and member.state != "dead":
+            known = member is not None and member.state == "dead" and (reason or not member.reason)
+            if member is not None and member.incarnation == incarnation and not known:
                 self._put(member._replace(state="dead", reason=reason))
 
     def retire(self, role: str, rank: int) -> None:
@@ -154,6 +174,61 @@ class CoordinatorServer:
                 for (role, rank), (when, counters) in sorted(self._reports.items())
             }
 
+    # --- bucket map ---------------------------------------------------------------------------------------------
+
+    def map_state(self) -> MapState:
+        """Returns the map, and the next one if it is ordered."""
+        with self._changed:
+            return MapState(self._maps.buckets, self._maps.ordered, self._maps.adopted, self._progress)
+
+    def order_map(self, after: BucketMap) -> None:
+        """Orders the next map; see `persia.services.BucketMaps`."""
+        with self._changed:
+            self._put_maps(self._maps.order(after))
+
+    def withdraw_map(self, after: BucketMap) -> bool:
+        """Withdraws an order. Returns False if the map was committed."""
+        with self._changed:
+            self._put_maps(self._maps.withdraw(after))
+            return self._maps.buckets != after
+
+    def commit_map(self, number: Round, after: BucketMap) -> bool:
+        """Makes the ordered map the map of the run, for the current generation; see `persia.services.BucketMaps`."""
+        with self._changed:  # `regenerate` takes the same lock: a generation misses no commit of the one before.
+            if number.generation != self._generation:
+                return False
+            self._put_maps(self._maps.commit((number.generation, number.number), after))
+            return self._maps.buckets == after
+
+    def map_adopted(self, generation: int, version: int) -> None:
+        """Notes that all PSs have adopted a map; see `persia.services.BucketMaps`."""
+        with self._changed:
+            if generation == self._generation:
+                self._put_maps(self._maps.adopt(version))
+
+    def report_move(self, progress: MoveProgress) -> None:
+        """Notes the progress of a move."""
+        with self._changed:
+            self._progress = progress
+
+    def request_scale(self, ticket: str, counts: Mapping[str, int]) -> ScaleRequest:
+        """Requests other numbers of processes; see `persia.services.BucketMaps`."""
+        return self._requests.request(ticket, counts)
+
+    def scale_request(self, timeout: float = 0.0) -> ScaleRequest | None:
+        """Returns the request that is not answered; waits up to `timeout` seconds for one."""
+        return self._requests.next(timeout)
+
+    def answer_scale(self, ticket: str, error: str = "") -> None:
+        """Answers a request."""
+        self._requests.answer(ticket, error)
+
+    def _put_maps(self, maps: MapOrders) -> None:
+        """Saves the map before the caller answers. A failed write changes nothing."""
+        if maps != self._maps:
+            self._save(maps)
+            self._maps = maps
+
     def _check(self, role: str) -> None:
         if role not in ROLES:
             raise ConfigError(f"Invalid role {role!r}; expected one of: {', '.join(ROLES)}.", field="role")
@@ -164,5 +239,9 @@ class CoordinatorServer:
 
     def _change(self) -> None:
         self._version += 1
-        self._file.save(_State(self._version, self._generation, self._nn_workers, list(self._members.values())))
+        self._save(self._maps)
         self._changed.notify_all()
+
+    def _save(self, maps: MapOrders) -> None:
+        members = list(self._members.values())
+        self._file.save(_State(self._version, self._generation, self._nn_workers, members, maps))

@@ -156,6 +156,10 @@ class EmbeddingWorkers:
         """Looks up rows for evaluation, at each embedding worker in turn."""
         return self._any("evaluate", lambda member: member.service.evaluate(id_features, pool), next(self._turns))
 
+    def follow_map(self, version: int) -> None:
+        """Has all embedding workers that answer continue with the newest bucket map."""
+        self._directory.call_all(lambda worker: functools.partial(worker.follow_map, version))
+
     @property
     def lost_gradients(self) -> int:
         """Number of batches whose gradient could not be pushed."""

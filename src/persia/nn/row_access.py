@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from persia import batching
 from persia.batching.computed_ids import mapped_ids
 from persia.batching.id_columns import id_column
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, StaleMapError
+from persia.retry import Deadline, retry
 from persia.rpc.fan_out import call_all
 from persia.schema import IdFeature, IdKind, IdMapping, Quotient, Schema, Table
 from persia.services import EmbeddingPS
@@ -25,6 +26,10 @@ from persia.types.half_floats import LARGEST
 __all__ = ["RowAccess"]
 
 S = TypeVar("S", bound=np.generic)
+T = TypeVar("T")
+
+MOVE_SECONDS = 60.0
+"""Maximum time for which PSs may serve no requests while rows move to other PSs."""
 
 CHUNK_BYTES = 64 << 20
 """Approximate size of a message: bounds memory, and the time for which a shard is locked."""
@@ -51,6 +56,15 @@ class RowAccess:
         """The PS of each bucket of ids."""
         return self._servers[0].buckets()
 
+    def _by_map(self, call: Callable[[], T]) -> T:
+        """Makes a call whose ids are routed by the map; again by the newer map while rows move to other PSs."""
+
+        def refused(error: Exception) -> bool:
+            self.__dict__.pop("_buckets", None)
+            return isinstance(error, StaleMapError)
+
+        return retry(call, transient=refused, deadline=Deadline(MOVE_SECONDS))
+
     def read(self, table: str, ids: ArrayLike, state: bool) -> StoredRows:
         """Reads rows by id, as they are now: nothing is admitted, touched or counted.
 
@@ -68,6 +82,10 @@ class RowAccess:
         """
         declared = self._table(table)
         keys = self.ids(table, ids)
+        return self._by_map(lambda: self._read(declared, keys, state))
+
+    def _read(self, declared: Table, keys: Ids, state: bool) -> StoredRows:
+        table = declared.name
         rounds = list(self._rounds(declared, keys)) or [[(self._servers[0], np.empty(0, np.int64))]]
         parts: list[StoredRows] = []
         version = self._buckets.version
@@ -113,13 +131,16 @@ class RowAccess:
         keys = self.ids(table, ids)
         rows = _checked_values(declared, keys, values)
         checked = None if state is None else _checked_state(declared, len(keys), state)
+        return self._by_map(lambda: self._set(declared, keys, rows, checked))
+
+    def _set(self, declared: Table, keys: Ids, rows: Floats, checked: RowState | None) -> RowsSet:
         done = RowsSet(0, 0, 0)
         for asked in self._rounds(declared, keys):
             calls = [
                 functools.partial(
                     server.set_rows,
                     secrets.randbits(63),
-                    table,
+                    declared.name,
                     keys[places],
                     rows[places],
                     None if checked is None else _state_at(checked, places),
@@ -175,19 +196,23 @@ class RowAccess:
 
     def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
         """Returns by table whether each id has a row; one call to each PS."""
-        if len(self._servers) == 1:
-            return dict(self._servers[0].contains(Packed.of(ids, np.uint64), self._buckets.version))
+        return self._by_map(lambda: self._contains(ids))
+
+    def _contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
+        servers = self._servers_of_map()
+        if len(servers) == 1:
+            return dict(servers[0].contains(Packed.of(ids, np.uint64), self._buckets.version))
         present = {table: np.zeros(len(of_table), np.bool_) for table, of_table in ids.items()}
         owners = {table: batching.owners(table, of_table, self._buckets) for table, of_table in ids.items()}
         owned = [
             {table: np.flatnonzero(owner == number) for table, owner in owners.items()}
-            for number in range(len(self._servers))
+            for number in range(len(servers))
         ]
         asked = [Packed.of({table: ids[table][at] for table, at in places.items()}, np.uint64) for places in owned]
         answers = call_all(
             [
                 functools.partial(server.contains, ids_of_server, self._buckets.version)
-                for server, ids_of_server in zip(self._servers, asked, strict=True)
+                for server, ids_of_server in zip(servers, asked, strict=True)
             ]
         )
         for places, answer in zip(owned, answers, strict=True):
@@ -205,6 +230,18 @@ class RowAccess:
                     totals[name] = totals.get(name, 0) + value
         return total
 
+    def _servers_of_map(self) -> Sequence[EmbeddingPS]:
+        """Returns the PSs of the map. Raises StaleMapError while this process does not know all of them yet."""
+        servers, buckets = list(self._servers), self._buckets
+        if len(servers) != buckets.servers:
+            raise StaleMapError(
+                f"Bucket map {buckets.version} has {buckets.servers} embedding PSs, and this process knows "
+                f"{len(servers)}. Use a newer map.",
+                routed=buckets.version,
+                current=buckets.version,
+            )
+        return servers
+
     def _table(self, name: str) -> Table:
         if name not in self._tables:
             raise ConfigError(f"There is no table {name!r}; the schema has {', '.join(self._tables)}.", field="table")
@@ -213,12 +250,13 @@ class RowAccess:
     def _rounds(self, table: Table, ids: Ids) -> Iterator[list[tuple[EmbeddingPS, Int64Array]]]:
         """Yields PSs to ask at the same time, with places of ids that each owns; many places take several rounds."""
         most = max(1, CHUNK_BYTES // (17 + 4 * (1 + MOST_STATE) * table.dim))
+        servers = self._servers_of_map()
         owner = batching.owners(table.name, ids, self._buckets)
-        owned = [np.flatnonzero(owner == number) for number in range(len(self._servers))]
+        owned = [np.flatnonzero(owner == number) for number in range(len(servers))]
         for start in itertools.count(0, most):
             asked = [
                 (server, places[start : start + most])
-                for server, places in zip(self._servers, owned, strict=True)
+                for server, places in zip(servers, owned, strict=True)
                 if start < len(places)
             ]
             if not asked:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
+from persia.modes import Mode
+from persia.ps.recent_changes import RecentChanges
 from persia.ps.row_moves import RowMoves
+from persia.ps.row_publishing import RowPublishing
 from persia.pushes.journal import JournaledServer
 from persia.services import MovedRows, MoveStatus, Round
 from persia.types import BucketMap
@@ -14,6 +19,12 @@ class MovableServer(JournaledServer):
     """See `persia.services.MovableRows`."""
 
     _moves: RowMoves
+    _changes: RecentChanges
+    _publishing: RowPublishing
+
+    @abstractmethod
+    def switch(self, mode: Mode, generation: int, step: int) -> None:
+        """Switches to another mode from `step` on; see `persia.services.EmbeddingPS`."""
 
     def buckets(self) -> BucketMap:
         """Returns the PS of each bucket of ids, by which callers route ids."""
@@ -46,3 +57,13 @@ class MovableServer(JournaledServer):
     def receive(self, part: MovedRows) -> None:
         """Applies a part of the rows of another PS; see `persia.services.MovableRows`."""
         self._moves.receive(part)
+
+    def adopt(self, number: Round, buckets: BucketMap, mode: Mode | None = None, step: int = 0) -> None:
+        """Ends a round of moves with a bucket map and a mode; see `persia.services.MovableRows`."""
+
+        def begin_phase() -> None:  # First: pushes of earlier generations are refused before the map changes.
+            if mode is not None:
+                self.switch(mode, number.generation, step)
+
+        changing = [lambda: self._publishing.end(last=False), self._changes.forget]
+        self._moves.adopt(number, buckets, begin_phase, changing)

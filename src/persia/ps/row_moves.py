@@ -229,6 +229,8 @@ class RowMoves:
             for table, ids in removed:
                 self._change(functools.partial(self._store.remove_rows, table, ids))
             for table, values in rows:
+                if values.last_step.any():  # This PS may not have begun the mode yet that needs them.
+                    self._change(functools.partial(self._store.keep_last_steps, table))
                 self._change(functools.partial(self._store.import_rows, table, values))
             for piece in part.state:
                 merged = self._change(functools.partial(merge_admission, self._store, self._tables, piece))
@@ -302,8 +304,21 @@ class RowMoves:
 
     # --- maps ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, number: Round, buckets: BucketMap, changing: Sequence[Callable[[], object]]) -> None:
-        """See `MovableRows.adopt`. Calls `changing` in order before this PS has another map."""
+    def adopt(
+        self,
+        number: Round,
+        buckets: BucketMap,
+        begin_phase: Callable[[], object],
+        changing: Sequence[Callable[[], object]],
+    ) -> None:
+        """See `MovableRows.adopt`.
+
+        Args:
+            number: number of the round.
+            buckets: the map.
+            begin_phase: called before anything changes, unless the call is a repetition.
+            changing: called in order before this PS has another map.
+        """
         with self._lock:
             if self._round == number and self._own.ended and buckets == self.buckets:
                 return
@@ -317,11 +332,17 @@ class RowMoves:
                         f"{', '.join(map(str, donors))}, which have not come. Move them first.",
                         version=buckets.version,
                     )
+            begin_phase()
             for call in changing if changes else ():
                 call()
             others = self._own.others or changes
-            self._close_copies(list(self._copies))
+            # In a round without a move, such as a change of mode, rows continue to come and go.
+            ends_moves = changes or self._own.sealed or self._own.complete is not None
+            if ends_moves:
+                self._close_copies(list(self._copies))
             self._keep(number, buckets=buckets, ended=True, sealed=False, complete=None, others=others)
+            if not ends_moves:
+                return
             self._end_move()
             for index in self._tables.by_name.values() if changes else ():
                 self._store.end_import(index)

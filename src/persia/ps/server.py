@@ -36,12 +36,11 @@ from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step
 from persia.retry import Deadline
 from persia.schema import EmbeddingOptimizer, Table
-from persia.services import Round, RowChunk, SnapshotInfo, StatePiece
+from persia.services import RowChunk, SnapshotInfo, StatePiece
 from persia.telemetry.metrics import Readings, metrics_of
 from persia.types import (
     MERGED,
     RANK_BITS,
-    BucketMap,
     Floats,
     FreshRows,
     Gradients,
@@ -411,10 +410,6 @@ class EmbeddingServer(MovableServer, StorageAccess):
         finally:
             self._changes.forget()
             self._moves.check(map_version)  # If it was sealed meanwhile, the rows may have come too late.
-
-    def adopt(self, number: Round, buckets: BucketMap) -> None:
-        """Ends a round of moves with a bucket map; see `persia.services.MovableRows`."""
-        self._moves.adopt(number, buckets, [lambda: self._publishing.end(last=False), self._changes.forget])
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,17 @@ from persia.services.control_plane import ControlPlane, Coordinator, Observable,
 from persia.services.data import DataLoader, Divisible, Fingerprinted, Seekable, Sharded, fingerprint_of
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
-from persia.services.moving import MovableRows, MovedRows, MoveStatus, Round
+from persia.services.moving import (
+    BucketMaps,
+    MapRoundsOfRun,
+    MapState,
+    MovableRows,
+    MovedRows,
+    MoveProgress,
+    MoveStatus,
+    Round,
+    ScaleRequest,
+)
 from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
 from persia.services.serving import FoundRows, RowServerState, RowsVersion, ServedEpoch, ServedRows
 from persia.services.streams import (
@@ -26,6 +36,7 @@ from persia.services.streams import (
 
 __all__ = [
     "Attempt",
+    "BucketMaps",
     "Cluster",
     "Connection",
     "ControlPlane",
@@ -39,7 +50,10 @@ __all__ = [
     "Fingerprinted",
     "FoundRows",
     "LoaderStream",
+    "MapRoundsOfRun",
+    "MapState",
     "MovableRows",
+    "MoveProgress",
     "MoveStatus",
     "MovedRows",
     "NewBatch",
@@ -54,6 +68,7 @@ __all__ = [
     "RowChunk",
     "RowServerState",
     "RowsVersion",
+    "ScaleRequest",
     "Seekable",
     "ServedEpoch",
     "ServedRows",

@@ -13,6 +13,7 @@ from persia.services.control_plane import TokenService
 from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker
+from persia.services.moving import MapRoundsOfRun
 from persia.services.streams import LoaderStream
 from persia.telemetry.metrics import Readings
 from persia.telemetry.tracing import Tracer
@@ -51,6 +52,7 @@ class Connection(NamedTuple):
             for other data. All NN workers call it. None without data loaders that read streams.
         near: whether the rows of all tables are in memory of this process, so that lookups and pushes do not wait.
         pools: whether embedding workers may pool features, where that sends fewer bytes.
+        rounds: makes the rounds in which rows move to other PSs and the mode changes; None if no rows can move.
     """
 
     worker: EmbeddingWorker
@@ -70,6 +72,7 @@ class Connection(NamedTuple):
     stream: Callable[[object], LoaderStream | None] | None = None
     near: bool = False
     pools: bool = False
+    rounds: MapRoundsOfRun | None = None
 
 
 class Cluster(Protocol):
@@ -141,8 +144,10 @@ class ProcessCluster(Cluster, Protocol):
             record: start of a stream; None for the start that the stream defines.
         """
 
-    def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
-        """Starts or retires embedding workers and data loaders during training. Returns once they serve."""
+    def scale(
+        self, embedding_workers: int | None = None, data_loaders: int | None = None, ps: int | None = None
+    ) -> None:
+        """Starts or retires embedding workers, data loaders and PSs during training. Returns once they serve."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Returns the last report of each role; see `Coordinator.statistics`."""

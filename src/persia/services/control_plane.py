@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from persia import rpc
 from persia.modes import Auto, AutoEvidence, Mode
+from persia.services.moving import BucketMaps
 from persia.services.recording import RecordableTokens
 from persia.services.streams import StreamLog
 from persia.telemetry.metrics import Health
@@ -61,7 +62,7 @@ class Coordinator(Protocol):
         """Adds a started process. Returns it with its incarnation. An earlier process of its rank counts as dead."""
 
     def depart(self, role: str, rank: int, incarnation: int, reason: str = "") -> None:
-        """Marks a process as dead. An empty reason means that it ended as requested."""
+        """Marks a process as dead. An empty reason means that it ended as requested, and does not return."""
 
     def retire(self, role: str, rank: int) -> None:
         """Requests an embedding worker or a data loader to finish its work and leave."""
@@ -221,7 +222,7 @@ class TokenService(Protocol):
         """Returns the counts of all asynchronous phases so far."""
 
 
-class ControlPlane(Coordinator, TokenService, RecordableTokens, StreamLog, Protocol):
+class ControlPlane(Coordinator, BucketMaps, TokenService, RecordableTokens, StreamLog, Protocol):
     """All calls that the process of the coordinator serves."""
 
 

@@ -486,5 +486,14 @@ class EmbeddingWorker(Protocol):
     def evaluate(self, id_features: Mapping[str, IdColumn], pool: bool = False) -> LookedUp:
         """Looks up rows for evaluation. Nothing is admitted, touched or buffered. `pool` is as for `lookup`."""
 
+    def follow_map(self, version: int) -> None:
+        """Continues with the newest bucket map of the PSs, which has at least this version. Never with an older one.
+
+        Requests that a PS refuses because of its map lead to the same; see docs/reference/moves.md.
+
+        Raises:
+            StaleMapError: no PS has a map of this version.
+        """
+
     def statistics(self) -> dict[str, int]:
         """Returns counters: batches buffered, registered, looked up, pushed, released, expired; rows of gradients."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from persia import rpc
+from persia.modes import Mode
 from persia.services.embedding import RowChunk, StatePiece
 from persia.types import BucketMap
 
-__all__ = ["MovableRows", "MoveStatus", "MovedRows", "Round"]
+__all__ = [
+    "BucketMaps",
+    "MapRoundsOfRun",
+    "MapState",
+    "MovableRows",
+    "MoveProgress",
+    "MoveStatus",
+    "MovedRows",
+    "Round",
+    "ScaleRequest",
+]
 
 
 class Round(NamedTuple):
@@ -127,13 +139,20 @@ class MovableRows(Protocol):
             StoreError: rows of a donor are missing; the error names it. Begin again.
         """
 
-    def adopt(self, number: Round, buckets: BucketMap) -> None:
+    def adopt(self, number: Round, buckets: BucketMap, mode: Mode | None = None, step: int = 0) -> None:
         """Ends a round: continues with a map, the next one or the one before, also after a restart.
 
         Rows that this PS does not own by the map are removed in the background. Another map ends publishing. A
         repeated call has no effect.
 
+        Args:
+            number: number of this round.
+            buckets: the map.
+            mode: the mode from `step` on, as for `EmbeddingPS.switch`; None between runs.
+            step: the next global step.
+
         Raises:
+            PersiaError: gradients are pending; drain first.
             StaleMapError: it is neither the map of this PS nor the next one.
             StoreError: this PS would own rows that have not come.
         """
@@ -157,3 +176,135 @@ class MovableRows(Protocol):
         Raises:
             StoreError: this PS does not receive this copy, as it has restarted; send all rows again.
         """
+
+
+class MoveProgress(NamedTuple):
+    """Progress of a move, as NN worker 0 sees it.
+
+    Attributes:
+        version: version of the bucket map for which rows move; -1 if none do.
+        passes: number of complete passes of all donors.
+        rows: number of rows that they have sent in all passes.
+        pause_seconds: time for which training was paused until all PSs had adopted the map; 0 before.
+        problem: why the move waits or was given up; empty if it does not.
+    """
+
+    version: int = -1
+    passes: int = 0
+    rows: int = 0
+    pause_seconds: float = 0.0
+    problem: str = ""
+
+
+class MapState(NamedTuple):
+    """The bucket map of a run, as the coordinator has it.
+
+    Attributes:
+        buckets: the map.
+        ordered: the next map, if it is wanted and not committed; None otherwise.
+        adopted: version of the last map that all PSs have adopted.
+        progress: progress of the current or last move.
+    """
+
+    buckets: BucketMap
+    ordered: BucketMap | None
+    adopted: int
+    progress: MoveProgress
+
+
+class ScaleRequest(NamedTuple):
+    """A request to change the numbers of processes of a run.
+
+    Attributes:
+        ticket: random identifier.
+        counts: numbers of processes by argument of `Ray.scale`.
+        answered: whether the driver has answered.
+        error: why the numbers were not changed; empty if they were.
+    """
+
+    ticket: str
+    counts: dict[str, int]
+    answered: bool = False
+    error: str = ""
+
+
+class BucketMaps(Protocol):
+    """The bucket map of a run at the coordinator, which decides whether a move is made (docs/reference/moves.md)."""
+
+    def map_state(self) -> MapState:
+        """Returns the map, and the next one if it is ordered."""
+
+    def order_map(self, after: BucketMap) -> None:
+        """Orders the next map: NN worker 0 moves the rows and commits it. A repeated call has no effect.
+
+        Raises:
+            StaleMapError: it does not follow the map.
+            PersiaError: another map is ordered.
+        """
+
+    def withdraw_map(self, after: BucketMap) -> bool:
+        """Withdraws an order. Returns False if the map was committed: then the move is completed."""
+
+    def commit_map(self, number: Round, after: BucketMap) -> bool:
+        """Makes the ordered map the map of the run, and logs it before it answers; see rule 11.
+
+        Args:
+            number: number of the round.
+            after: the map.
+
+        Returns:
+            Whether it is the map. False for another generation than the current one, and for a map that is not
+            ordered (any more). A repeated call has the same result.
+        """
+
+    def map_adopted(self, generation: int, version: int) -> None:
+        """Notes that all PSs have adopted a map. No-op for another generation than the current one."""
+
+    def report_move(self, progress: MoveProgress) -> None:
+        """Notes the progress of a move, for those who watch."""
+
+    def request_scale(self, ticket: str, counts: Mapping[str, int]) -> ScaleRequest:
+        """Requests other numbers of processes, which the driver of the run starts or ends.
+
+        Repeat the call until it is answered; requests do not outlive the coordinator's process.
+
+        Args:
+            ticket: random identifier of the request.
+            counts: numbers of processes by argument of `Ray.scale`.
+
+        Raises:
+            PersiaError: another request is not answered yet.
+        """
+
+    @rpc.waits
+    def scale_request(self, timeout: float = 0.0) -> ScaleRequest | None:
+        """Returns the request that is not answered, for the driver. Waits up to `timeout` seconds for one."""
+
+    def answer_scale(self, ticket: str, error: str = "") -> None:
+        """Answers a request. No-op if it is unknown.
+
+        Args:
+            ticket: identifier of the request.
+            error: why the numbers were not changed; empty if they were.
+        """
+
+
+class MapRoundsOfRun(Protocol):
+    """The rounds of moves and of changes of mode that NN worker 0 makes; see `persia.membership.map_rounds`."""
+
+    busy: Callable[[], bool]
+    """Returns whether a checkpoint reads the rows, so that no move can be finished."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a move needs training to quiesce now. Returns immediately."""
+
+    def make(self, mode: Mode | None, step: int) -> int:
+        """Makes a round while training is quiesced: finishes a move that is ready, and has all PSs adopt map and mode.
+
+        Returns:
+            The number of PSs from now on; pass it to `follow` on all NN workers.
+        """
+
+    def follow(self, servers: int) -> None:
+        """Continues with this number of PSs, on any NN worker."""

@@ -39,6 +39,7 @@ from persia.trainer.loading import resolved
 from persia.trainer.options import Declared
 from persia.trainer.ps_snapshots import begin_snapshots, end_snapshots, held_states
 from persia.trainer.state import TrainingState
+from persia.types import BucketMap
 
 __all__ = ["CheckpointState", "Checkpointing"]
 
@@ -77,12 +78,14 @@ class _Chain(NamedTuple):
         directory: where it is.
         base: identifies it.
         snapshots: `SnapshotInfo.numbers` of each PS.
+        buckets: the map of the PSs. After another one, they do not know what has changed.
         increments: number of checkpoints since the last full one.
     """
 
     directory: str
     base: Base
     snapshots: list[dict[str, int]]
+    buckets: BucketMap
     increments: int
 
 
@@ -372,6 +375,8 @@ class Checkpointing:
                 model = _copied(dict(self._network.model.state_dict()))
                 training = _copied(captured.training)
                 schema = resolved(self._declared.schema, servers)
+                if chain is not None and chain.buckets != servers[0].buckets():
+                    chain = None
                 since = chain.snapshots if chain else None
                 name, infos, buckets = begin_snapshots(servers, since, directory, live=live)
                 self._snapshot = name
@@ -430,7 +435,9 @@ class Checkpointing:
                 state.covered("checkpoint", training["position"])
             increments = 0 if whole or chain is None else chain.increments + 1
             self._last = attempted()
-            self._chain = _Chain(directory, Base(step, writer.content), [info.numbers for info in infos], increments)
+            self._chain = _Chain(
+                directory, Base(step, writer.content), [info.numbers for info in infos], buckets, increments
+            )
             self.on_written(path)
             return path
 

@@ -116,6 +116,8 @@ def assemble(
     evaluator = Evaluator(network, embeddings)
     finite = FiniteState(network, state, evaluator)
     checkpointing = Checkpointing(network, state, finite, servers, declared)
+    if embeddings.connection.rounds is not None:
+        embeddings.connection.rounds.busy = lambda: checkpointing.busy
     events = Callbacks(callbacks if embeddings.connection.rank == 0 else ())
     checkpointing.on_written = events.written.append
     publishing = Publishing(declared, network, state, finite, servers)

@@ -86,7 +86,7 @@ class TrainingLoop:
         Args:
             source: has the batches.
             batches: on each NN worker; None for any number.
-            switch_requested: whether this NN worker knows that another mode was requested.
+            switch_requested: whether this NN worker knows that training has to quiesce, for another mode or map.
         """
         state, network, replicas = self._state, self._network, self._network.replicas
         drawn, stopped_at, complete = 0, None, False
@@ -125,12 +125,13 @@ class TrainingLoop:
             self._end()
         return PhaseEnd(stopped_at is None and (batches is None or drawn < batches), stopped_at)
 
-    def token_driven(self, source: BatchSource, client: TokenClient) -> None:
+    def token_driven(self, source: BatchSource, client: TokenClient, moves_wait: Callable[[], bool]) -> None:
         """Trains the batches that the token scheduler hands out, until the phase ends.
 
         Args:
             source: has the batches.
             client: draws batches and tokens, and pulls parameters of the network; ends the phase if asked to.
+            moves_wait: whether this NN worker knows that training has to quiesce for another bucket map.
         """
         state = self._state
         # In background threads: take a batch, look up its rows. Token and parameters come when the network is free.
@@ -144,7 +145,7 @@ class TrainingLoop:
                         # The backward pass hands all gradients to the push thread: rows go first, then the network.
                         logits, loss = self._forward_backward(batch, all_reduce=False)
                     self._trained(step, batch, logits, loss)
-                    if self._should_stop():
+                    if self._should_stop() or moves_wait():
                         client.stop()
         finally:
             self._end()

@@ -251,7 +251,7 @@ class Phases:
             return self._token_driven(loop, source, steps)
         self._begin_synchronous()
         batches = None if steps is None else steps * self._options.accumulation_steps
-        end = loop.synchronous(source, batches, self._switch_requested)
+        end = loop.synchronous(source, batches, lambda: self._moves_wait() or self._switch_requested())
         self._recording.end(self._state.local_batch)
         if end.stopped_at is not None:
             self._stopped_early = True
@@ -272,18 +272,26 @@ class Phases:
     def _begin_synchronous(self) -> None:
         """Begins a phase with a replica of the network on each NN worker."""
         connection, state = self._connection, self._state
-        if self._servers_mode != state.mode:
-            replicas = self._network.replicas
+        replicas = self._network.replicas
+        due = self._servers_mode != state.mode
+        if connection.rounds is not None and not due:
+            due = replicas.run_on_rank0(self._moves_wait, bool)
+        if due:
             # After an error in the middle of a step counts may differ. Pushes that are still on their way are of steps
             # before the largest count, so PSs ignore them.
             state.global_step = max(map(int, replicas.gather(str(state.global_step).encode())))
-            replicas.run_on_rank0(self._switch_servers, NoneType)
+            self._follow(replicas.run_on_rank0(self._switch_servers, int))
             self._embeddings.forget_failed_pass()
         self._recording.begin(None)
         if connection.tokens is not None and connection.rank == 0:
             connection.tokens.announce(connection.nn_workers, state.local_batch)
         self._phase_began()
         self._last_poll = time.monotonic()
+
+    def _moves_wait(self) -> bool:
+        """Returns whether NN worker 0 learns here that rows are ready to move to other PSs."""
+        rounds = self._connection.rounds
+        return rounds is not None and self._connection.rank == 0 and rounds.ready
 
     def _switch_requested(self) -> bool:
         """Returns whether NN worker 0 learns here that a switch was requested. Polls the coordinator now and then."""
@@ -303,7 +311,10 @@ class Phases:
         if self._shared is None:
             self._shared = _shared_network(self._network, self._connection, self._options, averaged)
         shared = self._shared
-        state.local_batch = self._network.replicas.run_on_rank0(lambda: self._begin_tokens(shared, source, steps), int)
+        state.local_batch, servers = self._network.replicas.run_on_rank0(
+            lambda: self._begin_tokens(shared, source, steps), tuple[int, int]
+        )
+        self._follow(servers)
         self._embeddings.forget_failed_pass()
         self._recording.begin(shared)
         self._phase_began()
@@ -311,16 +322,20 @@ class Phases:
         worker, pushes = self._connection.worker, self._embeddings.pushes
         losses = self._embeddings.push_log.losses
         client = TokenClient(self._tokens, caller, worker, shared, pushes, source.idle, losses)
-        loop.token_driven(source, client)
+        loop.token_driven(source, client, self._moves_wait)
         return self._quiesce(client, shared, source)
 
-    def _begin_tokens(self, shared: SharedNetwork, source: BatchSource, steps: int | None) -> int:
-        """Hands the network to the dense PSs, and the phase to the token scheduler. Returns the local batch."""
+    def _begin_tokens(self, shared: SharedNetwork, source: BatchSource, steps: int | None) -> tuple[int, int]:
+        """Hands the network to the dense PSs, and the phase to the token scheduler.
+
+        Returns:
+            The local batch, and the number of embedding PSs.
+        """
         connection, state = self._connection, self._state
         state.local_batch = state.local_batch or self._rows_of_next_batch(source)
         advise(state.mode, connection.nn_workers, state.local_batch)
         shared.load(connection.generation, state.global_step, state.mode)
-        self._switch_servers()
+        servers = self._switch_servers()
         self._tokens.begin(
             TrainingPhase(
                 generation=connection.generation,
@@ -334,7 +349,7 @@ class Phases:
                 local_batch=state.local_batch,
             )
         )
-        return state.local_batch
+        return state.local_batch, servers
 
     def _quiesce(self, client: TokenClient, shared: SharedNetwork, source: BatchSource) -> bool:
         """Ends an asynchronous phase: drains the PSs, takes the network back. Returns whether the pass has ended."""
@@ -370,9 +385,19 @@ class Phases:
             rows = max(rows, self._state.mode.global_batch_size)
         return rows
 
-    def _switch_servers(self) -> None:
-        for server in self._connection.servers:
-            server.switch(self._state.mode, self._connection.generation, self._state.global_step)
+    def _switch_servers(self) -> int:
+        """Switches all PSs to the mode of this phase, after a move of rows that is ready. Returns their number."""
+        connection, state = self._connection, self._state
+        if connection.rounds is not None:
+            return connection.rounds.make(state.mode, state.global_step)
+        for server in connection.servers:
+            server.switch(state.mode, connection.generation, state.global_step)
+        return len(connection.servers)
+
+    def _follow(self, servers: int) -> None:
+        """Continues with this number of PSs on this NN worker."""
+        if self._connection.rounds is not None:
+            self._connection.rounds.follow(servers)
 
     def _phase_began(self) -> None:
         """Notes that a phase begins now: the mode of the PSs, and the switch if the last phase had another mode."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar, cast
@@ -14,7 +13,7 @@ import numpy as np
 from persia import batching, rpc
 from persia.batching import RoutedBatch
 from persia.batching.id_column import IdColumn
-from persia.errors import ConfigError, StaleBatchError, StaleMapError, StalePushError, StoreError
+from persia.errors import ConfigError, StaleBatchError, StalePushError, StoreError
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema
 from persia.services import EmbeddingPS, RecordableRows
@@ -35,6 +34,7 @@ from persia.types import (
 )
 from persia.worker.buffer import BatchBuffer, WorkerOptions
 from persia.worker.feature_pooler import BufferedBatch, FeaturePooler, LookupState
+from persia.worker.map_follower import MapFollower, map_of
 from persia.worker.recent_lookups import RecentLookups
 from persia.worker.routing import Router
 
@@ -56,7 +56,7 @@ class _Outcome(NamedTuple):
     counts: dict[str, UpdateCounts]
 
 
-class Worker:
+class Worker(MapFollower):
     """Buffers the ID features of batches, removes duplicates over the whole batch, and routes rows and gradients.
 
     Its state does not outlive a batch, so it needs no recovery. Safe to call from several threads.
@@ -68,6 +68,8 @@ class Worker:
         rank: rank of this embedding worker, 0 to 255.
         incarnation: incarnation of this embedding worker, 1 to 65,535; increases with each restart.
         options: bounds, deadlines, compression.
+        newest_map: returns the newest bucket map of the PSs, and the PSs of this map; called when a PS refuses a
+            request because it has another map. None if the map never changes.
 
     Raises:
         ConfigError: the rank or the incarnation does not fit a batch id, or the PSs are more or fewer than in their
@@ -82,6 +84,7 @@ class Worker:
         rank: int = 0,
         incarnation: int = 1,
         options: WorkerOptions | None = None,
+        newest_map: Callable[[], tuple[BucketMap, Sequence[EmbeddingPS]]] | None = None,
     ) -> None:
         if not 0 <= rank < 256 or not 1 <= incarnation < 1 << INCARNATION_BITS:
             raise ConfigError(
@@ -89,15 +92,13 @@ class Worker:
                 "0 to 255, incarnations 1 to 65,535. Restart the cluster.",
                 field="rank",
             )
-        self._servers = list(servers)
-        self._router = Router(schema, _map_of(self._servers), threads)
         options = options or WorkerOptions()
+        super().__init__(servers, Router(schema, map_of(servers), threads), newest_map, options.timeout)
         self._buffer: BatchBuffer[BufferedBatch] = BatchBuffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"
         self._tables = schema.resolved_tables()
         self._pooler = FeaturePooler(schema, options.pool_at, self._compresses, threads)
         self._recent = RecentLookups()
-        self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._traffic: Counter[tuple[str, str]] = Counter()
         """Bytes by kind and codec."""
@@ -106,30 +107,6 @@ class Worker:
 
         self._last_pushed: dict[int, tuple[int, RoutedBatch]] = {}
         """Batch id and ids of the last batch that each NN worker has pushed, for repeated reads; by rank."""
-
-    def adopt(self, servers: Sequence[EmbeddingPS]) -> None:
-        """Continues with the current bucket map of the PSs, while no batch is between its lookup and its push.
-
-        Registered batches are sorted by the map at their next lookup. A batch that was looked up before cannot be
-        pushed or refreshed: the PSs refuse it, as `StaleMapError`.
-
-        Args:
-            servers: the PSs of the map. The first one is asked for it.
-
-        Raises:
-            ConfigError: the PSs are more or fewer than in their bucket map.
-            StaleMapError: their map is earlier than that of this embedding worker.
-        """
-        buckets = _map_of(servers)
-        if buckets.version < self._router.buckets.version:
-            raise StaleMapError(
-                f"The embedding PSs have bucket map {buckets.version}, and this embedding worker has bucket map "
-                f"{self._router.buckets.version}, a later one. Adopt a map once all PSs have it.",
-                routed=self._router.buckets.version,
-                current=buckets.version,
-            )
-        self._servers = list(servers)
-        self._router.buckets = buckets
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Removes duplicates from a batch, buffers it and returns its batch id; blocks while the buffer is full.
@@ -150,9 +127,12 @@ class Worker:
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
+        return self._by_map(lambda: self._lookup(batch_id, train, pool))
+
+    def _lookup(self, batch_id: int, train: bool, pool: bool) -> LookedUp:
         lookups = [server.lookup for server in self._servers]
         if not train and (pushed := dict(self._last_pushed.values()).get(batch_id)) is not None:
-            return self._rows(pushed, lookups, False, pool=pool, pushed=False)
+            return self._rows(self._in_order(pushed), lookups, False, pool=pool, pushed=False)
         rows = self._look_up(batch_id, lookups, train, pool=pool, pushed=train)
         if not train:
             self.release(batch_id)
@@ -164,13 +144,17 @@ class Worker:
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
-        seen: list[Moment] = [Moment(0, 0)] * len(self._servers)
+        return self._by_map(lambda: self._lookup_ahead(batch_id, pool, recent))
+
+    def _lookup_ahead(self, batch_id: int, pool: bool, recent: int) -> LookedUp:
+        servers = self._servers
+        seen: list[Moment] = [Moment(0, 0)] * len(servers)
 
         def ahead(number: int, ids: Packed[np.uint64], _: bool, map_version: int) -> Packed[np.float32]:
-            rows, seen[number] = self._servers[number].lookup_ahead(ids, map_version)
+            rows, seen[number] = servers[number].lookup_ahead(ids, map_version)
             return rows
 
-        lookups = [functools.partial(ahead, number) for number in range(len(self._servers))]
+        lookups = [functools.partial(ahead, number) for number in range(len(servers))]
         with self._sorted(batch_id) as (batch, state), state.lock:
             pool = pool and self._pooler.applies(batch)
             recent = 0 if pool else recent  # To pool them, all its rows are needed.
@@ -188,9 +172,10 @@ class Worker:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
             StoreError: `seen` does not have a moment for each PS, or `left_out` does not match the ids of the batch.
         """
-        if len(seen) != len(self._servers):
+        servers = self._servers
+        if len(seen) != len(servers):
             raise StoreError(
-                f"Rows of a batch are refreshed with a moment of each PS, {len(self._servers)}, not {len(seen)}. Start "
+                f"Rows of a batch are refreshed with a moment of each PS, {len(servers)}, not {len(seen)}. Start "
                 "all roles of a run with the same number of PSs."
             )
         with self._buffer.use(batch_id) as (batch, state), state.lock:
@@ -198,7 +183,7 @@ class Worker:
             answers = call_all(
                 [
                     functools.partial(server.refresh, *self._router.ids_to_refresh(split, number, moment))
-                    for number, (server, moment) in enumerate(zip(self._servers, seen, strict=True))
+                    for number, (server, moment) in enumerate(zip(servers, seen, strict=True))
                 ]
             )
             fresh = self._pooler.refreshed(batch, state, self._router.join_fresh(split, answers))
@@ -228,13 +213,21 @@ class Worker:
 
     def recorded_lookup(self, batch_id: int) -> LookedUp:
         """Looks up a batch for training, and records it at the PSs; see `persia.services.RecordableWorker`."""
-        servers = [rpc.cast_to(RecordableRows, server) for server in self._servers]
-        return self._look_up(batch_id, [server.recorded_lookup for server in servers], batch_id)
+
+        def look_up() -> LookedUp:
+            servers = [rpc.cast_to(RecordableRows, server) for server in self._servers]
+            return self._look_up(batch_id, [server.recorded_lookup for server in servers], batch_id)
+
+        return self._by_map(look_up)
 
     def evaluate(self, id_features: Mapping[str, IdColumn], pool: bool = False) -> LookedUp:
         """Looks up the rows of a batch, read-only; nothing is buffered."""
-        lookups = [server.lookup for server in self._servers]
-        return self._rows(self._router.route(id_features), lookups, False, pool=pool, pushed=False)
+
+        def look_up() -> LookedUp:
+            lookups = [server.lookup for server in self._servers]
+            return self._rows(self._router.route(id_features), lookups, False, pool=pool, pushed=False)
+
+        return self._by_map(look_up)
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the summed gradients of the batches to every PS, even if a PS gets none, and forgets the batches.
@@ -255,17 +248,10 @@ class Worker:
                 if (known := self._outcome(header, batch_ids)) is not None:
                     return known  # The repeated call has just ended.
                 raise
-            for batch in batches:
-                self._check_servers(batch, len(self._servers))
             of_rows = [self._of_rows(batch, c) for batch, c in zip(batches, contributions, strict=True)]
-            gradients, version = self._router.gradients_for(list(zip(batches, of_rows, strict=True)))
-            answers = call_all(
-                [
-                    functools.partial(server.push, header, part, version)
-                    for server, part in zip(self._servers, gradients, strict=True)
-                ]
-            )
-        counts = sum_counts(answers)
+            send = functools.partial(self._send, header, list(zip(batches, of_rows, strict=True)))
+            # Gradients are in the order of the map by which their rows were looked up.
+            counts = send() if batches else self._by_map(send)
         with self._lock:
             for old in [old for old in self._outcomes if old[0] < header.generation]:
                 del self._outcomes[old]
@@ -280,6 +266,22 @@ class Worker:
             self._count("gradient_rows", sum(Packed.counts_of(contribution.gradients)))
             self._buffer.forget(contribution.batch_id, "pushed")
         return counts
+
+    def _send(self, header: PushHeader, batches: Sequence[tuple[RoutedBatch, Contribution]]) -> dict[str, UpdateCounts]:
+        servers = self._servers
+        for batch, _ in batches:
+            self._check_servers(batch, len(servers))
+        gradients, version = self._router.gradients_for(batches)
+        if len(gradients) != len(servers):  # Another map was adopted meanwhile.
+            raise self._stale(len(gradients), version, len(servers))
+        return sum_counts(
+            call_all(
+                [
+                    functools.partial(server.push, header, part, version)
+                    for server, part in zip(servers, gradients, strict=True)
+                ]
+            )
+        )
 
     def _outcome(self, header: PushHeader, batch_ids: frozenset[int]) -> dict[str, UpdateCounts] | None:
         """Returns the outcome of a repeated push; None if the push is new."""
@@ -379,19 +381,14 @@ class Worker:
     def _check_servers(self, batch: RoutedBatch, servers: int) -> None:
         """Raises StaleMapError if a batch is sorted for another number of PSs."""
         if batch.buckets.servers != servers:
-            raise StaleMapError(
-                f"A batch is sorted for {batch.buckets.servers} embedding PSs, by bucket map {batch.buckets.version}, "
-                f"and there are {servers} now, with bucket map {self._router.buckets.version}. Look it up again.",
-                routed=batch.buckets.version,
-                current=self._router.buckets.version,
-            )
+            raise self._stale(batch.buckets.servers, batch.buckets.version, servers)
 
     @contextlib.contextmanager
     def _sorted(self, batch_id: int) -> Iterator[BufferedBatch]:
         """Yields a registered batch, sorted by the current bucket map."""
         with self._buffer.use(batch_id) as entry:
             if entry.batch.buckets.version != self._router.buckets.version:
-                again = BufferedBatch(self._router.sort_again(entry.batch), LookupState())
+                again = BufferedBatch(self._in_order(entry.batch), LookupState())
                 entry = self._buffer.replace(batch_id, entry, again)
             yield entry
 
@@ -411,16 +408,3 @@ class Worker:
     def _count(self, what: str, by: int = 1) -> None:
         with self._lock:
             self._counts[what] += by
-
-
-def _map_of(servers: Sequence[EmbeddingPS]) -> BucketMap:
-    """Returns the bucket map of the PSs. Raises ConfigError if they are not as many as in the map."""
-    buckets = servers[0].buckets()
-    if buckets.servers != len(servers):
-        raise ConfigError(
-            f"An embedding worker has {len(servers)} embedding PSs, and their bucket map has {buckets.servers}. Start "
-            "all roles of a run with the same number of PSs, each with "
-            f"ServerOptions(buckets=BucketMap.even({len(servers)})).",
-            field="servers",
-        )
-    return buckets

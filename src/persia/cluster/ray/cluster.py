@@ -14,6 +14,7 @@ from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.placement import PlacedRole, Placement, nn_worker_gpus, read_place
 from persia.cluster.ray.placing import Placer
 from persia.cluster.ray.process_plan import Service
+from persia.cluster.ray.ps_scaling import answer_requests, bucket_map, move_rows, scale_servers
 from persia.cluster.ray.roles import Roles
 from persia.cluster.ray.runs import CONSEQUENCES, Recovery, Replacement, pickled, results
 from persia.cluster.ray.scaling import check_capacity, check_count, count_of, scale
@@ -21,7 +22,7 @@ from persia.errors import ConfigError, PersiaError, RoleDiedError
 from persia.modes import Mode, encode
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Attempt, Connection
-from persia.types import Feed, StreamStart
+from persia.types import BucketMap, Feed, StreamStart
 
 __all__ = ["Ray"]
 
@@ -85,6 +86,8 @@ class Ray:
             Placer(self.place, self.options),
         )
         self._connections: list[WorkerConnection] = []
+        self._answers = False
+        """Whether requests of `persia control scale` are answered."""
 
     # --- for Trainer, EmbeddingCollection and users ------------------------------------------------
 
@@ -164,12 +167,15 @@ class Ray:
     ) -> dict[int, Any]:
         """Runs a function on every NN worker; returns the results of NN workers that returned, by rank."""
         roles = self._roles
-        if not roles.running.acquire(blocking=False):
+        with roles.resting:
+            acquired = roles.running.acquire(blocking=False)
+        if not acquired:
             raise PersiaError(
                 "This cluster is running another function. Wait until it has ended, or use another cluster."
             )
         try:
             processes, _, coordinator = roles.started(check=False)
+            self._answer_requests()
             roles.forget_deaths()
             processes.check()
             roles.start_nn_workers()
@@ -244,23 +250,30 @@ class Ray:
         with self._roles.lock:
             self._roles.feed.clear()
 
-    def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
-        """Starts or retires embedding workers and data loaders, also while a function runs. No batch is lost.
+    def scale(
+        self, embedding_workers: int | None = None, data_loaders: int | None = None, ps: int | None = None
+    ) -> None:
+        """Starts or retires embedding workers, data loaders and embedding PSs, also while a function runs.
 
-        Do not call it from the thread that is in `run` or `fit`. Returns once the new processes serve and the retired
-        ones have ended.
+        No batch and no update is lost. Do not call it from the thread that is in `run` or `fit`. Returns once the new
+        processes serve, the retired ones have ended, and each PS owns an equal part of the rows. PSs with the highest
+        numbers retire.
+
+        Rows move between PSs while a `Trainer` trains; training pauses only for what has changed in the last moments.
+        Between two calls of `fit` they move, too, but not while a function of your own runs.
 
         Raises:
             ConfigError: a number is below 1, exceeds the free ranks, allows more ready batches than embedding
-                workers buffer, or a process cannot be placed.
-            DeadlineError: a process did not start, or still had batches, in time.
+                workers buffer, or a process cannot be placed; or PSs of tables with a declared capacity were to retire.
+            DeadlineError: a process did not start, or still had batches, in time; or rows did not move.
             DataError: the source cannot be shared by this many data loaders.
+            RoleDiedError: a new PS has died. Training continues without it.
         """
-        embedding_workers, data_loaders = plain(embedding_workers), plain(data_loaders)
+        embedding_workers, data_loaders, ps = plain(embedding_workers), plain(data_loaders), plain(ps)
         counts = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
-        for role, count in counts.items():
+        for name, count in {"embedding_workers": embedding_workers, "data_loaders": data_loaders, "ps": ps}.items():
             if count is not None:
-                check_count(f"{role}s", count)
+                check_count(name, count)
         check_capacity(
             count_of(self._roles, "embedding_worker") if embedding_workers is None else embedding_workers,
             count_of(self._roles, "data_loader") if data_loaders is None else data_loaders,
@@ -269,6 +282,44 @@ class Ray:
         for role, count in counts.items():
             if count is not None:
                 scale(self._roles, role, count)
+        if ps is not None:
+            scale_servers(self._roles, ps, self._follow_map)
+            self.ps = ps
+
+    @property
+    def buckets(self) -> BucketMap:
+        """The PS of each bucket of ids, by which rows are divided among the PSs; for `move_rows`."""
+        return bucket_map(self._roles)
+
+    def move_rows(self, buckets: BucketMap) -> None:
+        """Moves rows between the PSs of this cluster, like `scale`. Returns once they have moved.
+
+            cluster.move_rows(cluster.buckets.emptied([1]))  # All rows away from PS 1, whose host goes away.
+            cluster.move_rows(cluster.buckets.moved(2))  # Equal parts again.
+
+        Args:
+            buckets: a map that follows `buckets`, for as many PSs.
+
+        Raises:
+            ConfigError: the map is for another number of PSs, nothing has been trained yet, or tables have a declared
+                capacity.
+            StaleMapError: the map does not follow `buckets`.
+            DeadlineError: rows did not move in time.
+        """
+        move_rows(self._roles, buckets)
+        self._follow_map()
+
+    def _follow_map(self) -> None:
+        """Continues with the PSs of the current map."""
+        buckets = bucket_map(self._roles)
+        for connection in self._connections:
+            connection.reconnect()
+            connection.servers.resize(buckets.servers)
+
+    def _answer_requests(self) -> None:
+        if not self._answers:
+            self._answers = True
+            answer_requests(self._roles, self.scale)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Returns the counters of every process by "role-rank", with the age of the report in seconds."""

@@ -13,7 +13,10 @@ from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.membership.listener import POLL_SECONDS, Listener, await_members
+from persia.membership.map_rounds import MapRounds
+from persia.membership.reached_servers import ReachedServers
 from persia.services import (
+    BucketMaps,
     Connection,
     Coordinator,
     DataLoader,
@@ -30,9 +33,9 @@ from persia.types import TITLES, Feed, Member, Membership, Offsets
 __all__ = [
     "WorkerConnection",
     "connect_dense",
-    "connect_servers",
     "reach",
     "reach_coordinator",
+    "reach_servers",
     "reach_stream_log",
     "reach_tokens",
 ]
@@ -73,10 +76,19 @@ def connect_dense(coordinator: Coordinator, plan: Plan) -> Sequence[DensePS]:
     return [reach(member, DensePS, plan) for member in members]
 
 
-def connect_servers(coordinator: Coordinator, plan: Plan) -> list[EmbeddingPS]:
-    """Waits for all embedding PSs, and returns stubs of them by partition."""
-    members = await_members(coordinator, "embedding_ps", plan.servers, plan.options.timeout)
-    return [reach(member, EmbeddingPS, plan) for member in members]
+def reach_servers(coordinator: Coordinator, plan: Plan) -> ReachedServers:
+    """Waits for all embedding PSs, and returns connections to them; keep these up to date with a `Listener`.
+
+    Raises:
+        DeadlineError: a PS did not join in time.
+    """
+    timeout = plan.options.timeout
+    servers = ReachedServers(lambda member: reach(member, EmbeddingPS, plan), rpc.close, timeout)
+    count = rpc.cast_to(BucketMaps, coordinator).map_state().buckets.servers
+    await_members(coordinator, "embedding_ps", count, timeout)
+    servers.update(coordinator.membership())
+    servers.resize(count)
+    return servers
 
 
 class _DriverLoaders(DataLoaders):
@@ -108,6 +120,10 @@ class WorkerConnection:
         begin: requests that the driver start a feed; None if this process reads its data itself.
         make_dense: requests that the driver start the dense PSs.
         commit: commits the offsets of a stream; None if the data loaders do not read a stream.
+        begin_rounds: whether this process trains, so that NN worker 0 may have rows move to other PSs.
+
+    Attributes:
+        servers: the embedding PSs.
 
     Raises:
         DeadlineError: the roles did not join in time.
@@ -122,10 +138,11 @@ class WorkerConnection:
         begin: Callable[[Feed], None] | None = None,
         make_dense: Callable[[DenseMaker], Any] | None = None,
         commit: Callable[[Offsets], None] | None = None,
+        begin_rounds: bool = False,
     ) -> None:
         timeout = plan.options.timeout
         self._coordinator, self._plan = coordinator, plan
-        self._servers = connect_servers(coordinator, plan)
+        self.servers = reach_servers(coordinator, plan)
         await_members(coordinator, "embedding_worker", 1, timeout)
         await_members(coordinator, "data_loader", 1, timeout)
         self._workers: Directory[EmbeddingWorker] = Directory(
@@ -134,6 +151,11 @@ class WorkerConnection:
         self._loaders: Directory[DataLoader] = Directory(
             "data_loader", lambda member: reach(member, DataLoader, plan), rpc.close
         )
+        workers = EmbeddingWorkers(self._workers, timeout, rank)
+        self._rounds: MapRounds | None = None
+        if begin_rounds:
+            maps = rpc.cast_to(BucketMaps, coordinator)
+            self._rounds = MapRounds(maps, self.servers, workers, generation, timeout)
         self._listener = Listener(coordinator, self._update)
         self._tokens = reach_tokens(plan)
         self._stream_log = reach_stream_log(plan) if commit is not None else None
@@ -146,8 +168,8 @@ class WorkerConnection:
             return self._dense
 
         self.connection = Connection(
-            EmbeddingWorkers(self._workers, timeout, rank),
-            self._servers,
+            workers,
+            self.servers,
             _DriverLoaders(self._loaders, timeout, begin) if begin is not None else None,
             rank,
             plan.nn_workers,
@@ -156,6 +178,7 @@ class WorkerConnection:
             dense,
             gpus=plan.options.gpus,
             pools=plan.pool_at != "nn_worker",
+            rounds=self._rounds,
         )
         if self._stream_log is not None and commit is not None and begin is not None:
             stream = RecordedStream(self._stream_log, False, commit)
@@ -165,18 +188,20 @@ class WorkerConnection:
 
     def close(self) -> None:
         """Closes all connections."""
+        if self._rounds is not None:
+            self._rounds.close()
         self._listener.close()
-        stubs: list[object] = [self._tokens, self._stream_log, *self._dense, *self._servers]
+        self.servers.close()
+        stubs: list[object] = [self._tokens, self._stream_log, *self._dense]
         stubs += [*self._workers.roster().serving(), *self._loaders.roster().serving()]
         for stub in stubs:
             rpc.close(stub)
 
     def reconnect(self) -> None:
-        """Reconnects to the embedding PSs after some have moved. No call may be in progress."""
-        for stub in self._servers:
-            rpc.close(stub)
-        self._servers[:] = connect_servers(self._coordinator, self._plan)
+        """Reconnects to the embedding PSs after some have moved."""
+        self.servers.update(self._coordinator.membership())
 
     def _update(self, membership: Membership) -> None:
+        self.servers.update(membership)
         self._workers.update(membership)
         self._loaders.update(membership)

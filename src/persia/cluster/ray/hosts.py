@@ -14,31 +14,25 @@ import ray
 
 from persia import rpc
 from persia.batching import default_threads
-from persia.cluster import numa
-from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator, reach_stream_log
-from persia.cluster.ray.process_plan import Plan, ProcessInfo, ServerSeat, Service
+from persia.cluster.ray.connection import reach, reach_coordinator, reach_servers, reach_stream_log
+from persia.cluster.ray.process_plan import Plan, ProcessInfo, Service
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import FRESH_SECONDS, Loader
 from persia.data.streams.loader import StreamLoader
 from persia.data.streams.offset_log import OffsetLog
-from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.errors import ConfigError, DeadlineError
 from persia.membership.directory import Directory
 from persia.membership.listener import Listener
-from persia.modes import decode
-from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.regions import Regions, remove_leftovers
-from persia.ps.shares import Shares
 from persia.retry import Backoff, Deadline, retry
 from persia.rpc.interface import describe
 from persia.services import (
+    BucketMaps,
     ControlPlane,
     Coordinator,
     DataLoader,
-    EmbeddingPS,
     EmbeddingWorker,
     Observable,
-    RecordableRows,
     RecordableTokens,
     RecordableWorker,
     SharedStream,
@@ -55,7 +49,6 @@ __all__ = [
     "CoordinatorHost",
     "DataLoaderHost",
     "Deferred",
-    "EmbeddingServerHost",
     "EmbeddingWorkerHost",
     "Host",
     "cores",
@@ -218,7 +211,8 @@ class CoordinatorHost(Host):
         self._tokens = TokenScheduler(plan.options.timeout, path("tokens"))
         saved = StateFile(path("address"), str)
         previous = saved.load() or ""
-        members, stream = CoordinatorServer(path=path("members")), OffsetLog(path=path("stream"))
+        members = CoordinatorServer(path=path("members"), buckets=BucketMap.even(plan.servers))
+        stream = OffsetLog(path=path("stream"))
         address = self.serve(_ControlPlane(members, self._tokens, stream), ControlPlane, previous)
         if address != previous:
             saved.save(address)  # For the next process after a restart.
@@ -237,9 +231,10 @@ class CoordinatorHost(Host):
 class _ControlPlane:
     """Coordinator, token scheduler and the offset log of a stream at one address."""
 
-    def __init__(self, coordinator: Coordinator, tokens: TokenScheduler, stream: StreamLog) -> None:
+    def __init__(self, coordinator: CoordinatorServer, tokens: TokenScheduler, stream: StreamLog) -> None:
         servants: dict[type, object] = {
             Coordinator: coordinator,
+            BucketMaps: coordinator,
             TokenService: tokens,
             RecordableTokens: tokens,
             StreamLog: stream,
@@ -247,79 +242,6 @@ class _ControlPlane:
         for protocol, servant in servants.items():
             for name in describe(protocol):
                 setattr(self, name, getattr(servant, name))
-
-
-class EmbeddingServerHost(Host):
-    """Process of an embedding PS. Its rows outlive the process; a restart retains its address."""
-
-    role = "embedding_ps"
-
-    def __init__(self, plan: Plan, rank: int, service: Service, shares: Shares, losses: int, seat: ServerSeat) -> None:
-        super().__init__(plan, rank)
-        schema, optimizer, mode, seed = service
-        name = f"ps-{rank}.{losses}" if losses else f"ps-{rank}"
-        regions = f"{plan.options.regions}/{plan.name}/{name}" if plan.options.regions else None
-        address = self._predecessor_address()
-        if losses and (regions is None or not Regions(regions).complete):
-            address = ""  # The first process after a loss of rows: it has no rows, and no caller has its address.
-        if address:
-            self._check_rows(address, regions)
-        elif losses and plan.options.regions:  # The previous process does not return; its rows are no longer needed.
-            spills = [table.spill for table in schema.resolved_tables().values() if table.spill is not None]
-            for root in dict.fromkeys([plan.options.regions, *spills]):
-                for pattern in (f"ps-{rank}", f"ps-{rank}.*"):
-                    remove_leftovers(root, f"{plan.name}/{pattern}")
-        # The host may differ from the one that was measured. After a loss, training continues on any available host.
-        overcommit = plan.options.overcommit or losses > 0
-        options = ServerOptions(
-            plan.nn_workers,
-            plan.options.timeout,
-            regions,
-            seat.neighbours,
-            **shares._asdict(),
-            overcommit=overcommit,
-            buckets=BucketMap.even(plan.servers),
-            rank=rank,
-        )
-        threads = cores(plan)
-        numa.pin(seat.position, threads)
-        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, threads, options)
-        self.join(self.serve(self.servant, together(EmbeddingPS, RecordableRows), address))
-
-    def release(self) -> None:
-        """Removes files that would outlive the process. Called when the cluster ends."""
-        self.servant.close()
-
-    def _predecessor_address(self) -> str:
-        """Marks the previous process as dead, and returns its address; empty if this is the first process."""
-        coordinator = reach_coordinator(self.plan)
-        try:
-            for member in coordinator.membership().members:
-                if (member.role, member.rank) == (self.role, self.rank):
-                    # Do not wait for the driver to notice the death: this process joins with the same address.
-                    coordinator.depart(self.role, self.rank, member.incarnation, "it was restarted")
-                    return member.address
-        finally:
-            rpc.close(coordinator)
-        return ""
-
-    def _check_rows(self, address: str, regions: str | None) -> None:
-        if regions is None or not address.startswith(self.origin) or not Regions(regions).complete:
-            raise StoreError(
-                f"{self!r} died at {address}, and its rows are not on this host: they were lost with the process or "
-                "its host. Continue from the last checkpoint.",
-                rank=self.rank,
-                address=address,
-            )
-
-    def counters(self) -> dict[str, float]:
-        """Returns counters by table and name. Uses the last known ones while a disk does not respond."""
-        tables = self.servant.latest_statistics()
-        return {f"{table}.{name}": float(value) for table, counts in tables.items() for name, value in counts.items()}
-
-    def observe(self) -> Readings:
-        """Returns metrics by table."""
-        return self.servant.observe()
 
 
 def worker_options(plan: Plan) -> WorkerOptions:
@@ -344,9 +266,20 @@ class EmbeddingWorkerHost(Host):
         deferred = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
         coordinator = self.join(self.serve(deferred, together(EmbeddingWorker, RecordableWorker)))
         options = worker_options(plan)
-        servers = connect_servers(coordinator, plan)
-        self.servant = Worker(service.schema, servers, cores(plan), rank, self.process.incarnation, options)
+        self._servers = reach_servers(coordinator, plan)
+        self._listener = Listener(coordinator, self._servers.update)  # Until the role exists.
+        servers = self._servers.current()[1]
+        self.servant = Worker(
+            service.schema,
+            servers,
+            cores(plan),
+            rank,
+            self.process.incarnation,
+            options,
+            newest_map=self._servers.current,
+        )
         deferred.resolve(self.servant)
+        self._listener.close()
         self._listener = Listener(coordinator, self._changed)
 
     def counters(self) -> dict[str, float]:
@@ -363,6 +296,7 @@ class EmbeddingWorkerHost(Host):
         return self.servant.statistics()["buffered"]
 
     def _changed(self, membership: Membership) -> None:
+        self._servers.update(membership)
         identity = (self.role, self.rank, self.process.incarnation)
         if any(member[:3] == identity and member.state != "alive" for member in membership.members):
             assert self.servant is not None

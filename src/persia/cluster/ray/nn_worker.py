@@ -316,7 +316,7 @@ class WorkerProcess:
         commit = functools.partial(host.ask, "commit") if fed == "stream" else None
         make_dense = functools.partial(host.ask, "serve_dense")
         self._connected = WorkerConnection(
-            host.coordinator, host.plan, host.rank, self._generation, begin, make_dense, commit
+            host.coordinator, host.plan, host.rank, self._generation, begin, make_dense, commit, begin_rounds=True
         )
         save = functools.partial(host.ask, "save_recovery_point") if self._recovers else None
 

@@ -51,6 +51,7 @@ class Process:
         handle: Ray handle of the actor.
         restarts: whether Ray restarts it.
         leaving: whether it ends once it has no work left.
+        expendable: whether training does not need it: an embedding PS without rows that joins or leaves.
         info: its location, once it is ready.
         requesting: the call that waits for the next request of an NN worker.
         ended: the call by which its last death was noticed.
@@ -62,6 +63,7 @@ class Process:
         self.handle = handle
         self.restarts = restarts
         self.leaving = False
+        self.expendable = False
         self.info: ProcessInfo | None = None
         self.requesting: Any = None
         self.ended: Any = None
@@ -95,6 +97,7 @@ class Processes:
         self._processes: list[Process] = []
         self._ending = threading.Event()
         self._failures: list[RoleDiedError] = []
+        self._expended: list[tuple[Process, RoleDiedError]] = []
         self._thread = threading.Thread(target=self._watch, name="persia-watch", daemon=True)
         self._thread.start()
 
@@ -158,6 +161,20 @@ class Processes:
         with self._changed:
             return list(self._failures)
 
+    def expended(self, processes: Collection[Process]) -> list[RoleDiedError]:
+        """Returns the permanent deaths of expendable processes, which are no failures."""
+        with self._changed:
+            return [death for process, death in self._expended if process in processes]
+
+    def need(self, processes: Collection[Process]) -> None:
+        """Notes that training needs processes from now on. Those that have died meanwhile are failures."""
+        with self._changed:
+            for process in processes:
+                process.expendable = False
+            self._failures += [death for process, death in self._expended if process in processes]
+            self._expended = [(process, death) for process, death in self._expended if process not in processes]
+            self._changed.notify_all()
+
     def await_failure(self, seconds: float) -> bool:
         """Waits until a permanent death is noticed or the processes are closed; returns whether there is a death."""
         with self._changed:
@@ -197,6 +214,11 @@ class Processes:
             if process.info is None:  # It may have started without anything waiting for it.
                 with contextlib.suppress(RayError):
                     process.info = ray.get(process.readiness, timeout=RETRY_SECONDS)
+        self.release(pinned)
+        self.end(self.all())
+
+    def release(self, pinned: Collection[Process]) -> None:
+        """Lets processes remove the files that would outlive them."""
         releasing = {p.handle.release.remote(): p.info.node for p in pinned if p.info is not None}
         if releasing:
             ray.wait(list(releasing), num_returns=len(releasing), timeout=RELEASE_SECONDS)
@@ -205,7 +227,6 @@ class Processes:
                 ray.get(call, timeout=RETRY_SECONDS)
             except RayError:  # It is late, or is being restarted.
                 self._unreleased.add(node)
-        self.end(self.all())
 
     def on_unreleased(self, function: Callable[[], object]) -> None:
         """Calls a function on each host where a process has ended without removing its files."""
@@ -305,9 +326,11 @@ class Processes:
             self._processes.remove(process)  # Otherwise the same death would be noticed again.
             if process.role in PINNED and process.info is not None:
                 self._unreleased.add(process.info.node)
-            self._failures.append(
-                RoleDiedError(f"{process.title} has died{restart}: {reason}", role=process.role, rank=process.rank)
-            )
+            death = RoleDiedError(f"{process.title} has died{restart}: {reason}", role=process.role, rank=process.rank)
+            if process.expendable:
+                self._expended.append((process, death))
+                return
+            self._failures.append(death)
             self._changed.notify_all()
 
 

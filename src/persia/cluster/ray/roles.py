@@ -14,13 +14,14 @@ from persia import rpc
 from persia.cluster.ray.capacities import server_capacities
 from persia.cluster.ray.connection import reach_coordinator, reach_stream_log, reach_tokens
 from persia.cluster.ray.feeding import LoaderFeed, SourceKind
-from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingServerHost, EmbeddingWorkerHost
+from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingWorkerHost
 from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost, warn_of_idle_gpus
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.placing import Placer
 from persia.cluster.ray.process_plan import Plan, Service, here, seat_of
 from persia.cluster.ray.processes import Process, Processes, connect, make_plan
 from persia.cluster.ray.runs import RESTARTED
+from persia.cluster.ray.server_host import EmbeddingServerHost
 from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
 from persia.ps.shares import Shares
@@ -50,6 +51,8 @@ class Roles:
         placer: see above.
         lock: held while processes start or end. Reentrant.
         running: held while a function runs on the NN workers.
+        resting: held while a run begins, or rows move between two runs.
+        moving: held while rows move to other PSs, one move at a time.
         service: service of PSs and embedding workers; None until they start.
         plan: addresses and settings. None until the coordinator has started, like the next four attributes.
         coordinator: a connection to the coordinator.
@@ -67,6 +70,8 @@ class Roles:
         self.placer = placer or Placer({}, options)
         self.lock = threading.RLock()
         self.running = threading.Lock()
+        self.resting = threading.Lock()
+        self.moving = threading.Lock()
         self.service: Service | None = None
         self.plan: Plan | None = None
         self.coordinator: Coordinator | None = None
@@ -189,7 +194,7 @@ class Roles:
                 self._capacities = capacities or self.capacities_of(service)
                 self.service = service
                 self.placer.reserve("embedding_ps", range(self.counts["embedding_ps"]))
-                started = self._start_servers(range(self.counts["embedding_ps"]), service)
+                started = self.start_servers(range(self.counts["embedding_ps"]), service)
                 for role in ("embedding_worker", "data_loader"):
                     started += self.start_role(role, range(self.counts[role]))
                 processes.await_ready(started, self.options.timeout)
@@ -222,10 +227,59 @@ class Roles:
         self.placer.reserve(role, ranks)
         return [self._start(host, role, rank, self.service, max_restarts=self.options.restarts) for rank in ranks]
 
-    def _start_servers(self, ranks: Collection[int], service: Service) -> list[Process]:
-        """Starts PSs. If their rows outlive their processes, they restart on the same host."""
+    def add_servers(self, count: int) -> list[Process]:
+        """Starts further PSs, up to this number. Blocks until they are members.
+
+        Raises:
+            ConfigError: a PS cannot be placed, or the declared capacity of the tables exceeds the memory of its host.
+            DeadlineError: a PS did not start in time.
+            RoleDiedError: a PS could not start.
+        """
+        with self.lock:
+            processes, _, _ = self.started()
+            assert self.service is not None
+            ranks = range(self.counts["embedding_ps"], count)
+            self.placer.reserve("embedding_ps", ranks)
+            started: list[Process] = []
+            try:
+                capacities = server_capacities(
+                    self.service, self.placer.server_nodes(count), self.options, self.placer.server_memory()
+                )
+                self._capacities[ranks.start :] = capacities[ranks.start :]
+                started = self.start_servers(ranks, self.service, count)
+                for process in started:
+                    process.expendable = True
+                processes.await_ready(started, self.options.timeout)
+            except BaseException:
+                self.remove_servers(started)
+                raise
+            self.counts["embedding_ps"] = count
+            return started
+
+    def remove_servers(self, servers: Collection[Process]) -> None:
+        """Ends PSs without rows, the last ones, after they have left the membership."""
+        with self.lock:
+            processes, _, coordinator = self.started(check=False)
+            ranks = [process.rank for process in servers]
+
+            def leave() -> None:  # Without a reason: nothing waits for their return.
+                for member in coordinator.membership().members:
+                    if member.role == "embedding_ps" and member.rank in ranks:
+                        coordinator.depart(member.role, member.rank, member.incarnation)
+
+            for process in servers:
+                process.expendable = True
+            leave()
+            processes.release(servers)
+            processes.end(list(servers))
+            leave()  # Those that have just joined.
+            self.placer.release("embedding_ps", ranks)
+            self.counts["embedding_ps"] = min([self.counts["embedding_ps"], *ranks])
+
+    def start_servers(self, ranks: Collection[int], service: Service, count: int | None = None) -> list[Process]:
+        """Starts PSs, of `count` PSs. If their rows outlive their processes, they restart on the same host."""
         restarts = self.options.restarts if self.options.regions else 0
-        nodes = self.placer.server_nodes(self.counts["embedding_ps"])
+        nodes = self.placer.server_nodes(count or self.counts["embedding_ps"])
         started = []
         for rank in ranks:
             arguments = (service, self._capacities[rank], self._losses, seat_of(rank, nodes))
@@ -281,7 +335,7 @@ class Roles:
             self.processes.forget_failures("embedding_ps")
             processes, _, _ = self.started()
             self._losses += 1
-            started = self._start_servers(ranks, self.service)
+            started = self.start_servers(ranks, self.service)
             processes.await_ready(started, self.options.timeout)
             # Embedding workers are connected to the PSs that have died.
             workers = processes.of("embedding_worker")
@@ -306,7 +360,7 @@ class Roles:
                 self.processes.forget_failures(role)
 
     def _died(self, process: Process, reason: str) -> None:
-        if process.role == "embedding_ps":
+        if process.role == "embedding_ps" and not process.expendable:
             self.ps_deaths.append(
                 RoleDiedError(
                     f"{process.title} has died: {reason} Its gradients of the current step are lost.",

@@ -1,0 +1,116 @@
+"""Connections to the embedding PSs of a run, which may join and leave."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar, overload
+
+from persia.errors import DeadlineError
+from persia.rpc.fan_out import call_all
+from persia.services import EmbeddingPS
+from persia.types import BucketMap, Member, Membership
+
+__all__ = ["ReachedServers"]
+
+T = TypeVar("T")
+
+ROLE = "embedding_ps"
+
+
+class ReachedServers(Sequence[EmbeddingPS]):
+    """The embedding PSs of the bucket map, by number. Follows the membership; see `update`. Thread-safe.
+
+    A PS that dies keeps its connection, as it returns at the same address. One that has left is forgotten.
+
+    Args:
+        connect: makes the stub of a member.
+        close: closes a stub. Calls in progress fail.
+        timeout: maximum seconds to wait until a PS has joined.
+    """
+
+    def __init__(
+        self, connect: Callable[[Member], EmbeddingPS], close: Callable[[EmbeddingPS], None], timeout: float
+    ) -> None:
+        self._connect = connect
+        self._close = close
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._version = 0
+        self._count = 0
+        self._reached: dict[int, tuple[str, EmbeddingPS]] = {}
+        """Address and stub of each PS, by number."""
+
+    def update(self, membership: Membership) -> None:
+        """Adopts a newer membership; no-op for an older one."""
+        with self._changed:
+            if membership.version <= self._version:
+                return
+            self._version = membership.version
+            gone: list[EmbeddingPS] = []
+            for member in membership.members:
+                if member.role != ROLE:
+                    continue
+                known = self._reached.get(member.rank)
+                if member.state == "dead":
+                    # Without a reason it has left; otherwise it returns.
+                    if not member.reason and known is not None:
+                        gone.append(self._reached.pop(member.rank)[1])
+                elif known is None or known[0] != member.address:
+                    self._reached[member.rank] = member.address, self._connect(member)
+                    if known is not None:
+                        gone.append(known[1])
+            self._changed.notify_all()
+        for stub in gone:
+            self._close(stub)
+
+    def resize(self, count: int) -> None:
+        """Sets the number of PSs of the bucket map."""
+        self._count = count
+
+    def reach(self, number: int) -> EmbeddingPS:
+        """Returns a PS, also one that the bucket map does not have. Blocks until it has joined.
+
+        Raises:
+            DeadlineError: it did not join in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: number in self._reached, self._timeout):
+                raise DeadlineError(
+                    f"Embedding PS {number} did not join within {self._timeout:g} s. Check its log lines.",
+                    role=ROLE,
+                    rank=number,
+                    seconds=self._timeout,
+                )
+            return self._reached[number][1]
+
+    def members(self) -> dict[int, EmbeddingPS]:
+        """Returns all PSs by number: those of the bucket map, those that join, and those that leave."""
+        with self._changed:
+            return {number: stub for number, (_, stub) in sorted(self._reached.items())}
+
+    def current(self) -> tuple[BucketMap, list[EmbeddingPS]]:
+        """Returns the newest bucket map that a PS has, and the PSs of this map. Blocks for a call to each PS."""
+        maps = call_all([functools.partial(server.buckets) for server in self.members().values()])
+        newest = max(maps, key=lambda buckets: buckets.version)
+        return newest, [self.reach(number) for number in range(newest.servers)]
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for stub in self.members().values():
+            self._close(stub)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, number: int) -> EmbeddingPS: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[EmbeddingPS]: ...
+
+    def __getitem__(self, number: int | slice) -> EmbeddingPS | list[EmbeddingPS]:
+        if isinstance(number, slice):
+            return [self.reach(one) for one in range(len(self))[number]]
+        return self.reach(range(self._count)[number])
