@@ -16,14 +16,19 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.rpc.interface import describe
 from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
 from persia.services import (
+    BucketMaps,
     Coordinator,
     DataLoader,
     DensePS,
     EmbeddingPS,
     EmbeddingWorker,
+    MovableRows,
+    MovedRows,
+    MoveProgress,
     RecordableRows,
     RecordableTokens,
     RecordableWorker,
+    Round,
     RowChunk,
     RowsVersion,
     ServedRows,
@@ -33,6 +38,7 @@ from persia.services import (
 )
 from persia.store import NativeStore
 from persia.types import (
+    BucketMap,
     Caller,
     Contribution,
     DenseState,
@@ -364,6 +370,7 @@ CALLS = {
         "push": (header(1), [Contribution(1, ROWS)]),
         "release": (1,),
         "evaluate": (COLUMNS,),
+        "follow_map": (1,),
         "statistics": (),
     },
     DataLoader: {
@@ -380,6 +387,27 @@ CALLS = {
         "membership": (),
         "report": ("data_loader", 0, {"rows": 1.0}),
         "statistics": (),
+    },
+    BucketMaps: {
+        "map_state": (),
+        "order_map": (BucketMap.even(2).moved(3),),
+        "withdraw_map": (BucketMap.even(2).moved(3),),
+        "commit_map": (Round(1, 2), BucketMap.even(2).moved(3)),
+        "map_adopted": (1, 1),
+        "report_move": (MoveProgress(1, 2, 3, 0.5, "late"),),
+        "request_scale": ("ticket", {"ps": 3}),
+        "scale_request": (),
+        "answer_scale": ("ticket", "no host"),
+    },
+    MovableRows: {
+        "begin_move": (BucketMap.even(2).moved(3),),
+        "moving": (),
+        "cancel_move": (1,),
+        "finish_move": (Round(1, 2), BucketMap.even(2).moved(3)),
+        "complete_move": (Round(1, 2), BucketMap.even(2).moved(3)),
+        "adopt": (Round(1, 2), BucketMap.even(2).moved(3), Sync(), 7),
+        "begin_receiving": (BucketMap.even(2).moved(3), 0, "0" * 32),
+        "receive": (MovedRows(1, 0, "0" * 32, 1, [], [RowChunk("item", 0, {"ids": IDS["item"]})], []),),
     },
 }
 

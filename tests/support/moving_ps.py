@@ -28,10 +28,11 @@ class PSs:
 
     def make(self, rank):
         regions = str(self.regions / f"ps-{rank}") if self.regions is not None else None
-        options = ServerOptions(
-            buckets=self.first, rank=rank, peer=lambda other: self.all[other], regions=regions, **self.options
-        )
+        options = ServerOptions(buckets=self.first, rank=rank, peer=self.peer, regions=regions, **self.options)
         return EmbeddingServer(self.tables, Adagrad(0.1), Sync(), 3, 1, options)
+
+    def peer(self, other):
+        return self.all[other]
 
     def restart(self, rank):
         """As after a kill: what is in the regions is there, and nothing else."""

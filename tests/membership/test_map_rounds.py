@@ -1,0 +1,252 @@
+"""Rounds in which rows move: whatever dies at whatever call, updates are applied once, and each row has one owner."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import persia
+from persia.batching.id_column import IdColumn
+from persia.coordinator import CoordinatorServer
+from persia.errors import StoreError
+from persia.membership import map_rounds
+from persia.membership.directory import Directory
+from persia.membership.embedding_workers import EmbeddingWorkers
+from persia.membership.map_rounds import MapRounds
+from persia.membership.reached_servers import ReachedServers
+from persia.modes import Sync
+from persia.types import BucketMap, Contribution, Packed, PushHeader
+from persia.worker import Worker
+from support.examples import examples
+from support.moving_ps import SECONDS, TABLES, PSs, until
+
+SCHEMA = persia.Schema(
+    id_features=[persia.IdFeature("item", dim=3), persia.IdFeature("user", dim=2)],
+    tables=[*TABLES.values()],
+    labels=["click"],
+)
+
+
+class NNWorkerDies(BaseException):
+    """NN worker 0 ends in the middle of a round."""
+
+
+class Mortal:
+    """A role that dies at a planned call, before it has done what was asked, or before it answers."""
+
+    def __init__(self, cluster, role):
+        self._cluster, self._role = cluster, role
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self._cluster.event(self._role, name, "before")
+            result = getattr(self._cluster.of(self._role), name)(*arguments)
+            if self._cluster.event(self._role, name, "after"):  # A stub sends the call again.
+                result = getattr(self._cluster.of(self._role), name)(*arguments)
+            return result
+
+        return call
+
+
+class Moving(PSs):
+    """A run in this process: PSs, coordinator, embedding worker, and NN worker 0 with its rounds."""
+
+    def __init__(self, count, servers, tmp_path):
+        self.plan = {}
+        """What dies, by role, call, and "before" or "after"."""
+        self.happened = []
+        self.lock = threading.Lock()
+        super().__init__(count, BucketMap.even(servers), regions=tmp_path)
+        self.path = str(tmp_path / "members")
+        self.coordinator = CoordinatorServer(path=self.path, buckets=self.first)
+        self.reached = ReachedServers(lambda member: Mortal(self, member.rank), lambda stub: None, SECONDS)
+        for rank in range(count):
+            self.join(rank)
+        self.generation = self.step = 0
+        self.begin_generation()
+        self.renew_worker()
+
+    def peer(self, other):
+        return Mortal(self, other)
+
+    def of(self, role):
+        return self.coordinator if role == "coordinator" else self.all[role]
+
+    def join(self, rank):
+        self.coordinator.join("embedding_ps", rank, f"ps-{rank}")
+        self.reached.update(self.coordinator.membership())
+
+    def event(self, role, call, when):
+        """Returns whether the role has died."""
+        with self.lock:
+            who = self.plan.pop((role, call, when), None)
+        if who is None:
+            return False
+        self.happened.append((role, call, when))
+        if who == "nn_worker":
+            raise NNWorkerDies
+        self.kill(who)
+        return who == role
+
+    def kill(self, who):
+        if who == "coordinator":
+            self.coordinator = CoordinatorServer(path=self.path, buckets=self.first)
+        else:
+            self.restart(who)
+
+    def begin_generation(self):
+        self.generation = self.coordinator.regenerate(1)
+        self.pushed = 0
+        directory = Directory("embedding_worker", lambda member: self)
+        workers = EmbeddingWorkers(directory, SECONDS)
+        self.rounds = MapRounds(Mortal(self, "coordinator"), self.reached, workers, self.generation, SECONDS)
+        self.rounds._thread = threading.current_thread()  # Watched by hand.
+        self.make()
+
+    def make(self):
+        """A round; if NN worker 0 dies in it, the next generation begins."""
+        try:
+            self.rounds.make(Sync(), self.step)
+        except NNWorkerDies:
+            self.begin_generation()
+
+    def renew_worker(self):
+        """A new embedding worker, which gets the newest map of any PS."""
+        buckets, servers = self.reached.current()
+        assert buckets.servers == len(servers)
+        self.worker = Worker(SCHEMA, servers, newest_map=self.reached.current)
+
+    def train_batch(self, random):
+        """One step of a batch, whose gradients depend on the step. The same calls for the twin."""
+        self.step += 1
+        self.pushed += 1
+        train(self.worker, random, self.step, self.pushed, self.generation)
+
+    def settle(self, after):
+        """Watches and makes rounds until the run has this map."""
+
+        def settled():
+            self.watch()
+            self.make()
+            return self.coordinator.map_state().adopted >= after.version
+
+        until(settled)
+
+    def watch(self):
+        try:
+            self.rounds.watch_once()
+        except NNWorkerDies:
+            self.begin_generation()
+        except StoreError:
+            pass  # As in the thread that watches.
+
+
+def train(worker, random, step, sequence, generation):
+    size = int(random.integers(1, 30))
+    columns = {name: IdColumn(random.integers(0, 60, size).astype(np.uint64), None) for name in ("item", "user")}
+    batch_id = worker.register(columns)
+    worker.lookup(batch_id)
+    ids = worker.distinct_ids(batch_id)
+    gradients = {
+        table: np.repeat(((own % 5 + step) / 8).astype(np.float32)[:, None], TABLES[table].dim, 1)
+        for table, own in ids.items()
+    }
+    header = PushHeader(sequence, 0, generation, step - 1, size)
+    worker.push(header, [Contribution(batch_id, Packed.of(gradients, np.float32))])
+
+
+class Twin:
+    """One PS that never moves."""
+
+    def __init__(self):
+        self.pss = PSs(1, BucketMap.even(1), TABLES)
+        self.worker, self.step = Worker(SCHEMA, self.pss.all), 0
+
+    def train_batch(self, random):
+        self.step += 1
+        train(self.worker, random, self.step, self.step, 1)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(map_rounds, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("persia.ps.row_move.PAUSE_SECONDS", 0.01)
+
+
+def both(cluster, twin, seed, steps=3):
+    for number in range(steps):
+        cluster.train_batch(np.random.default_rng(seed + number))
+        twin.train_batch(np.random.default_rng(seed + number))
+
+
+def check(cluster, twin):
+    assert cluster.rows() == twin.pss.rows()
+    assert cluster.buckets == cluster.coordinator.map_state().buckets
+    cluster.check_places()
+
+
+CALLS = [
+    (role, call, when, who)
+    for role, calls in {
+        0: ("begin_move", "finish_move", "adopt"),
+        2: ("begin_receiving", "receive", "complete_move", "adopt"),
+        "coordinator": ("commit_map", "map_adopted"),
+    }.items()
+    for call in calls
+    for when in ("before", "after")
+    for who in (0, 2, "coordinator", "nn_worker")
+    # A thread of the donor sends rows: it cannot end itself. NN worker 0 makes the other calls.
+    if not (call in ("begin_receiving", "receive") and who in (0, "nn_worker"))
+]
+
+
+@pytest.mark.parametrize(("role", "call", "when", "who"), CALLS)
+def test_whoever_dies_at_whatever_call(role, call, when, who, tmp_path):
+    cluster, twin = Moving(3, 2, tmp_path), Twin()
+    both(cluster, twin, 0)
+    after = cluster.buckets.moved(3)
+    cluster.coordinator.order_map(after)
+    cluster.plan[role, call, when] = who
+    cluster.watch()
+    both(cluster, twin, 10)
+    cluster.settle(after)
+    both(cluster, twin, 20)
+    assert cluster.happened == [(role, call, when)]
+    check(cluster, twin)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.data())
+def test_any_moves_and_deaths(data, tmp_path_factory):
+    cluster, twin = Moving(4, data.draw(st.integers(1, 3)), tmp_path_factory.mktemp("run")), Twin()
+    deaths = st.sampled_from([0, 1, 2, 3, "coordinator"])
+    for number in range(data.draw(st.integers(1, 4))):
+        both(cluster, twin, 100 * number, data.draw(st.integers(0, 3)))
+        current = cluster.buckets
+        after = data.draw(st.sampled_from([current.moved(n) for n in range(1, 5)] + [current.emptied([0])]))
+        if after == current:
+            continue
+        cluster.coordinator.order_map(after)
+        for role, call, when, who in data.draw(st.lists(st.sampled_from(CALLS), max_size=3)):
+            if not (call in ("begin_receiving", "receive") and who != role):
+                cluster.plan[role, call, when] = who
+        for _ in range(data.draw(st.integers(0, 3))):
+            cluster.watch()
+            both(cluster, twin, data.draw(st.integers(0, 1000)), 1)
+        if data.draw(st.booleans()):
+            cluster.kill(data.draw(deaths))
+        if data.draw(st.booleans()):
+            cluster.renew_worker()
+        if data.draw(st.booleans()):
+            cluster.begin_generation()
+        if data.draw(st.booleans()) and cluster.coordinator.withdraw_map(after):
+            cluster.watch()
+            cluster.make()
+        else:
+            cluster.settle(after)
+    both(cluster, twin, 5000)
+    cluster.plan.clear()
+    cluster.make()
+    check(cluster, twin)

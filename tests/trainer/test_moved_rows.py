@@ -1,0 +1,113 @@
+"""Rows move to other PSs while a Trainer trains: it quiesces for a moment, and continues with the same numbers."""
+
+import pytest
+
+from persia.checkpoint import CheckpointReader
+from persia.modes import Gba, Hybrid, Sync
+from persia.publish import PublishOptions, Replica, follow
+from support.moved_rows import EndlessBatches, expected_rows, make_trainer, rows_of
+from support.moving_cluster import MovingCluster, training, trains_on
+from support.moving_ps import until
+
+
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(4), Gba(64)], ids=["sync", "hybrid", "gba"])
+def test_each_update_is_applied_once(mode):
+    cluster = MovingCluster(2)
+    trainer = make_trainer(cluster, mode)
+    with training(trainer, EndlessBatches()):
+        for change in (lambda m: m.moved(4), lambda m: m.emptied([1, 3]), lambda m: m.moved(2)):
+            cluster.move(change(cluster.buckets))
+            trains_on(trainer, 10)
+    assert rows_of(trainer) == expected_rows(trainer.global_step)
+    assert len(trainer.embeddings.connection.servers) == 2
+
+
+def test_a_mode_is_adopted_by_pss_that_have_joined():
+    """Also while rows move: to switch is a round, which does not end their copies."""
+    cluster = MovingCluster(1)
+    trainer = make_trainer(cluster, Sync())
+    with training(trainer, EndlessBatches()):
+        for mode, count in ((Gba(64), 3), (Hybrid(2), 2), (Gba(64), 3), (Sync(), 1)):
+            after = cluster.buckets.moved(count)
+            cluster.order(after)
+            trainer.switch(mode)
+            until(lambda mode=mode: trainer.mode == mode)
+            cluster.move(after)
+            trains_on(trainer, 10)
+    assert rows_of(trainer) == expected_rows(trainer.global_step)
+
+
+def test_the_next_checkpoint_is_a_full_one(tmp_path):
+    cluster = MovingCluster(2)
+    every = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 5, "checkpoint_increments": 99}
+    trainer = make_trainer(cluster, keep_last=9999, **every)
+    with training(trainer, EndlessBatches(pause=0.005)):
+        until(lambda: trainer.global_step > 12)
+        cluster.move(cluster.buckets.moved(3))
+        trains_on(trainer, 12)
+        cluster.move(cluster.buckets.emptied([0]))
+        trains_on(trainer, 12)
+    whole = {}
+    for step in sorted(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*")):
+        manifest = CheckpointReader(str(tmp_path), step).manifest
+        assert manifest.buckets is not None
+        whole.setdefault(manifest.buckets.version, []).append(manifest.base is None)
+    assert list(whole) == [0, 1, 2]
+    for of_map in whole.values():
+        assert of_map[0]
+        assert not any(of_map[1:])
+    resumed = make_trainer(None)
+    resumed.load(str(tmp_path))
+    assert rows_of(resumed) == rows_of(trainer)
+
+
+def test_publishing_begins_an_epoch(tmp_path):
+    cluster = MovingCluster(2)
+    replica = Replica(follow(str(tmp_path)))
+    trainer = make_trainer(cluster, publish=PublishOptions(str(tmp_path), seconds=0.05))
+    with training(trainer, EndlessBatches(pause=0.002)):
+        until(lambda: replica.refresh() or replica.epoch == 0)
+        cluster.move(cluster.buckets.moved(3))
+        until(lambda: replica.refresh() or (replica.epoch > 0 and len(replica.steps) == 3))
+    replica.refresh()
+    assert not replica.problem
+    assert replica.steps == dict.fromkeys(range(3), trainer.global_step)
+    published = replica.rows("id")
+    stored = {
+        int(id_): row.tobytes()
+        for server in cluster.all.values()
+        for chunk in server.export_rows()
+        for id_, row in zip(chunk.arrays["ids"], chunk.arrays["embeddings"], strict=True)
+    }
+    assert {int(id_): row.tobytes() for id_, row in published.items()} == stored
+
+
+def test_moves_wait_for_a_checkpoint():
+    cluster = MovingCluster(2)
+    trainer = make_trainer(cluster)
+    writing = True
+    cluster.rounds.busy = lambda: writing
+    after = cluster.buckets.moved(3)
+    with training(trainer, EndlessBatches()):
+        cluster.order(after)
+        until(lambda: cluster.rounds._ready is not None)
+        trains_on(trainer, 20)
+        assert cluster.buckets.version == 0
+        writing = False
+        cluster.move(after)
+    assert rows_of(trainer) == expected_rows(trainer.global_step)
+
+
+def test_an_order_that_is_withdrawn_leaves_rows_where_they_were():
+    cluster = MovingCluster(2)
+    trainer = make_trainer(cluster)
+    cluster.rounds.busy = lambda: True
+    with training(trainer, EndlessBatches()):
+        after = cluster.buckets.moved(3)
+        cluster.order(after)
+        until(lambda: cluster.rounds._ready is not None)
+        assert cluster.coordinator.withdraw_map(after)
+        until(lambda: cluster.all[0].moving().version == -1)
+        trains_on(trainer, 20)
+    assert cluster.buckets.version == 0
+    assert rows_of(trainer) == expected_rows(trainer.global_step)
