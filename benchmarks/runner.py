@@ -47,7 +47,7 @@ MODULES = (
     "recovery", "ssd", "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured", "capacity_simulated",
     "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "publish_ray",
     "kafka", "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets",
-    "scheduler", "protocol_model",
+    "scheduler", "protocol_model", "scaling",
     "gba_theory", "apms_theory", "gba_comparisons",
 )  # fmt: skip
 UNITS = (

@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 
 import persia
+from persia import rpc
+from persia.errors import ConfigError
+from persia.services import BucketMaps
 from persia.types import BucketMap
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from support.cluster_samples import eventually, options, pids
+from support.cluster_samples import eventually, options, pids, signal_process
 from support.moved_rows import EndlessBatches, expected_rows, make_trainer, rows_of
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
 NN_WORKERS = 2
+STEPS: dict[Any, list[int]] = {}
+"""Steps of the runs on each cluster."""
 
 
 class Run:
@@ -51,7 +56,10 @@ class Run:
         assert self.failure is None
 
     def check(self) -> None:
-        assert rows_of(self.trainer) == expected_rows(self.trainer.global_step, NN_WORKERS)
+        """All rows, by value: as after this run, and the runs on this cluster before."""
+        steps = STEPS.setdefault(self.cluster, [])
+        steps.append(self.trainer.global_step)
+        assert rows_of(self.trainer) == expected_rows(*steps, nn_workers=NN_WORKERS)
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +90,47 @@ def test_pss_join_and_leave_while_it_trains(cluster):
     run.trains_on()
     run.stop()
     run.check()
+
+
+def test_pss_are_killed_while_rows_move(cluster):
+    """A donor, one that has joined to receive, and one that receives the rows of one that leaves."""
+    run = Run(cluster)
+    run.thread.start()
+    run.trains_on()
+    for count, killed in ((3, 0), (2, 2), (3, 2), (2, 0)):
+        failures: list[BaseException] = []
+
+        def scale(count: int = count, failures: list[BaseException] = failures) -> None:
+            try:
+                cluster.scale(ps=count)
+            except BaseException as error:
+                failures.append(error)
+
+        version = cluster.buckets.version
+        scaling = threading.Thread(target=scale)
+        scaling.start()
+        maps = rpc.connect(cluster.control_address, BucketMaps, timeout=30.0)
+        eventually(lambda maps=maps: maps.map_state().ordered is not None, "rows are to move")
+        signal_process(cluster, "embedding_ps", rank=killed)
+        rpc.close(maps)
+        scaling.join(120)
+        assert not scaling.is_alive()
+        assert not failures
+        assert (cluster.buckets.version, cluster.buckets.servers) == (version + 1, count)
+        run.trains_on()
+    run.stop()
+    run.check()
+
+
+def test_rows_move_between_two_runs(cluster):
+    trainer = make_trainer(cluster)
+    before = rows_of(trainer)
+    cluster.scale(ps=3)
+    assert rows_of(trainer) == before
+    cluster.scale(ps=1)
+    assert rows_of(trainer) == before
+    with pytest.raises(ConfigError, match="A bucket map for 2 embedding PSs cannot be moved to: there are 1"):
+        cluster.move_rows(cluster.buckets.moved(2))
+    cluster.scale(ps=2)
+    assert rows_of(trainer) == before
+    assert len(pids(cluster, "embedding_ps")) == 2

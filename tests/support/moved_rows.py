@@ -85,8 +85,9 @@ def rows_of(trainer: persia.Trainer) -> tuple[list[bool], bytes, bytes, list[int
     )
 
 
-def expected_rows(steps: int, nn_workers: int = 1) -> tuple[list[bool], bytes, bytes, list[int]]:
-    """Rows after these steps in this process, with the batches of all NN workers as one."""
+def expected_rows(*steps: int, nn_workers: int = 1) -> tuple[list[bool], bytes, bytes, list[int]]:
+    """Rows after runs of these steps in this process, with the batches of all NN workers as one."""
     trainer = make_trainer(None, persia.modes.Sync())
-    trainer.fit(EndlessBatches(ROWS * nn_workers), max_steps=steps)
+    for count in steps:
+        trainer.fit(EndlessBatches(ROWS * nn_workers), max_steps=count, again=True)
     return rows_of(trainer)
