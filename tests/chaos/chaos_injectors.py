@@ -28,6 +28,8 @@ class Site(NamedTuple):
         regions: folder of the PSs' regions.
         spoiled: steps of checkpoints that were damaged.
         seen: all processes that there have been.
+        moves: threads in which rows move to other PSs.
+        unmoved: why rows did not move.
     """
 
     cluster: Any
@@ -35,6 +37,8 @@ class Site(NamedTuple):
     regions: Path
     spoiled: set[int]
     seen: set[int]
+    moves: list[threading.Thread]
+    unmoved: list[str]
 
 
 class NotNowError(Exception):
@@ -119,6 +123,26 @@ def full_memory(site: Site, fault: Fault) -> None:
         ballast.unlink()
 
 
+def move(site: Site, fault: Fault) -> None:
+    """Rows begin to move to another number of PSs, or away from the first one. Other faults are made meanwhile."""
+    if any(thread.is_alive() for thread in site.moves):
+        raise NotNowError("rows still move")
+
+    def work() -> None:
+        cluster = site.cluster
+        try:
+            buckets = cluster.buckets
+            if fault.rank % 5 or buckets.servers == 1:
+                cluster.scale(ps=max(1, fault.rank % 5))
+            else:
+                cluster.move_rows(buckets.emptied([0]))
+        except Exception as error:
+            site.unmoved.append(f"rows did not move: {error}")
+
+    site.moves.append(threading.Thread(target=work, name="move"))
+    site.moves[-1].start()
+
+
 INJECTORS: dict[str, Callable[[Site, Fault], None]] = {
     "kill": kill,
     "stop": stop,
@@ -127,6 +151,7 @@ INJECTORS: dict[str, Callable[[Site, Fault], None]] = {
     "full_disk": disk,
     "corrupted_part": corrupted_part,
     "full_memory": full_memory,
+    "move": move,
 }
 
 RETRY_SECONDS = 0.2

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from persia.errors import StalePushError
+from persia.errors import StaleMapError, StalePushError
 
 Key = tuple[int, ...]
 """Of what changes a row at most once: a push, or the step that it is summed into."""
@@ -53,7 +53,7 @@ class Recorded:
             self._write(("begun", tuple(header), known))
             try:
                 answer = self._role.push(header, gradients, map_version)
-            except StalePushError:
+            except (StaleMapError, StalePushError):
                 self._write(("refused", tuple(header), None))
                 raise
             self._write(("done", tuple(header), None))

@@ -27,7 +27,7 @@ from chaos_hosts import proxied
 from chaos_injectors import Chaos, Site
 from chaos_invariants import Before, checkpoints, connected, counts, quality, rows_of, stale, sums, values
 from chaos_records import collect
-from chaos_schedule import KINDS, ON_MEMORY, Fault, draw
+from chaos_schedule import KINDS, MOVES, ON_MEMORY, Fault, draw
 from chaos_shrinking import shrink
 from chaos_training import BATCH, LEARNING_RATE, MODES, make_data, make_schema, make_test_data, make_trainer
 
@@ -51,6 +51,7 @@ class Plan(NamedTuple):
         steps: global steps that are trained at least; more, if the faults take longer.
         chunk: steps of one call of `fit`.
         every: only every so many-th id is watched; of the table `many` all are.
+        moves: whether PSs join and leave meanwhile, so that rows move. Tables have no declared capacity then.
     """
 
     seed: int
@@ -60,6 +61,7 @@ class Plan(NamedTuple):
     steps: int = 0
     chunk: int = 500
     every: int = 1
+    moves: bool = False
 
 
 class Outcome(NamedTuple):
@@ -101,15 +103,15 @@ def run(
     """Trains through the faults of a plan, or through given ones, and as long without them."""
     before = Before()
     with _small_memory(folder / "regions") as mounted:
-        kinds = [kind for kind in KINDS if mounted or kind not in ON_MEMORY]
-        site = Site(None, folder / "checkpoints", folder / "regions", set(), set())
+        kinds = [kind for kind in (*KINDS, *(MOVES if plan.moves else ())) if mounted or kind not in ON_MEMORY]
+        site = Site(None, folder / "checkpoints", folder / "regions", set(), set(), [], [])
         (folder / "pushes").mkdir()
         with (
             mock.patch.multiple(on_ray, **_hosts(str(folder / "pushes"), plan.every)),
             _cluster(site) as cluster,
         ):
             site = site._replace(cluster=cluster)
-            trainer = make_trainer(cluster, plan.mode, f"chaos://{site.checkpoints}")
+            trainer = make_trainer(cluster, plan.mode, f"chaos://{site.checkpoints}", bounded=not plan.moves)
             trainer.fit(make_data(), max_steps=10)  # Until all roles are there.
             if faults is None:
                 faults = draw(plan.seed, plan.seconds, plan.faults, kinds, plan.faults // 4)
@@ -118,7 +120,11 @@ def run(
             chaos.start()
             training, deaths, dropped = 0.0, 0, Dropped()
             try:
-                while chaos.is_alive() or trainer.global_step < plan.steps:
+                while (
+                    chaos.is_alive()
+                    or trainer.global_step < plan.steps
+                    or any(thread.is_alive() for thread in site.moves)
+                ):
                     left = plan.steps - trainer.global_step
                     result = trainer.fit(make_data(), max_steps=min(plan.chunk, left) if left > 0 else plan.chunk)
                     training += result.seconds
@@ -129,6 +135,7 @@ def run(
                 chaos.join()
             wall = time.monotonic() - began
             wrong = [f"chaos failed: {chaos.failure}"] if chaos.failure else []
+            wrong += site.unmoved
             auc = trainer.evaluate(make_test_data()).auc
             rows = rows_of(trainer.embeddings.connection.servers)
             site.seen.update(pids(cluster))
@@ -242,6 +249,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="at least; the AUC still rises until step 600 or so")
     parser.add_argument("--mode", choices=sorted(MODES), default="hybrid")
     parser.add_argument("--every", type=int, default=4, help="watch only every so many-th id, of the table `many` all")
+    parser.add_argument("--moves", action="store_true", help="let embedding PSs join and leave meanwhile")
     parser.add_argument("--shrink", action="store_true", help="run a schedule that fails again without some faults")
     of = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -252,7 +260,7 @@ def main() -> None:
     failed = False
     for seed in of.seeds:
         with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
-            plan = Plan(seed, of.seconds, of.faults, of.mode, of.steps, every=of.every)
+            plan = Plan(seed, of.seconds, of.faults, of.mode, of.steps, every=of.every, moves=of.moves)
             found = run(plan, Path(folder), lambda line: print(line, file=sys.stderr, flush=True))
         failed |= bool(found.wrong)
         if found.wrong and of.shrink:

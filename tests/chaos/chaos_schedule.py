@@ -17,6 +17,8 @@ ON_MEMORY = ("full_memory",)
 """Only where a small file system may be mounted."""
 
 KINDS = (*ON_PROCESSES, *ON_DISKS, *ON_MEMORY)
+MOVES = ("move",) * 6
+"""No fault: rows move to other PSs while faults are made. Only where it is asked for, and often."""
 
 
 class Fault(NamedTuple):
@@ -24,7 +26,7 @@ class Fault(NamedTuple):
 
     Attributes:
         at: seconds after training has begun.
-        kind: one of `KINDS`.
+        kind: one of `KINDS` or `MOVES`.
         role: of the process that it befalls; empty where it befalls none.
         rank: chooses among those of the role.
         seconds: that it lasts, where it lasts.

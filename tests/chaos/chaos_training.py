@@ -27,9 +27,9 @@ class Net(FFNN):
     """NN workers find it here, and so import this module, which knows the disk."""
 
 
-def make_trainer(cluster: Any, mode: str, checkpoints: str | None) -> persia.Trainer:
+def make_trainer(cluster: Any, mode: str, checkpoints: str | None, bounded: bool = True) -> persia.Trainer:
     torch.manual_seed(0)
-    schema = make_schema()
+    schema = make_schema(bounded)
     return persia.Trainer(
         Net(schema, hidden=(32,)),
         schema,
@@ -85,10 +85,12 @@ def make_data() -> Log:
     return Log(clicks)
 
 
-def make_schema() -> persia.Schema:
+def make_schema(bounded: bool = True) -> persia.Schema:
+    """The schema; of tables without a declared capacity, rows may move to fewer PSs."""
     found = make_data().clicks.schema
     features = [*found.id_features, persia.IdFeature("many", dim=8)]
-    tables = [persia.Table("extra_0", 8, capacity=MOST_EXTRA), persia.Table("many", 8, capacity=4 * MANY)]
+    capacities = {"extra_0": MOST_EXTRA, "many": 4 * MANY}
+    tables = [persia.Table(name, 8, capacity=most if bounded else None) for name, most in capacities.items()]
     return persia.Schema(features, found.dense_features, found.labels, tables)
 
 
