@@ -43,7 +43,9 @@ FINISH_SECONDS = 60.0
 """Maximum duration of the pause for the last differences; then the move is given up, and tried again."""
 
 AGAIN_SECONDS = 2.0
-"""Pause after a move that was given up."""
+"""Pause after a move that was given up; twice as long each time, up to `LONGEST_SECONDS`."""
+
+LONGEST_SECONDS = 64.0
 
 
 class MapRounds:
@@ -89,6 +91,8 @@ class MapRounds:
         self._watched = False
         """Whether orders have been asked for in this generation."""
         self._not_before = 0.0
+        self._given_up = 0
+        """Number of times that moves to the next map were given up."""
         self._problem = ""
         self._progress = MoveProgress()
         self._closed = threading.Event()
@@ -146,6 +150,8 @@ class MapRounds:
         members = self._servers.members()
         if any(number not in members for number in range(max(after.servers, self._map.servers))):
             return  # They have joined, as the order comes after that, but this process does not know it yet.
+        if after != self._begun and self.busy():
+            return  # Donors would wait until rows of an earlier map are removed, and so would the next round.
         self._begun = after
         donors = _donors(self._map, after)
         statuses = call_all([functools.partial(_movable(members[donor]).begin_move, after) for donor in donors])
@@ -199,10 +205,11 @@ class MapRounds:
                 self._map = after
             self._adopt(number, self._map, mode, step)
             self._servers.resize(self._map.servers)
-            if self._map != before:  # Before training continues: NN workers with copies of all rows look none up.
-                self._workers.follow_map(self._map.version)
             if self._map != before or self._number == 1:
+                # Before training continues: NN workers with copies of all rows of a batch look none up.
+                self._workers.follow_map(self._map.version)
                 self._begun = self._ready = None
+                self._given_up = 0
                 self._coordinator.map_adopted(self._generation, self._map.version)
             if self._map != before:
                 pause = time.monotonic() - began
@@ -239,7 +246,8 @@ class MapRounds:
     def _give_up(self, reason: str) -> None:
         LOG.warning("The move to another bucket map is given up for now: %s", reason)
         self._ready = None
-        self._not_before = time.monotonic() + AGAIN_SECONDS
+        self._not_before = time.monotonic() + min(AGAIN_SECONDS * 2**self._given_up, LONGEST_SECONDS)
+        self._given_up += 1
         self._problem = reason
 
     def _adopt(self, number: Round, buckets: BucketMap, mode: Mode | None, step: int) -> None:
