@@ -143,3 +143,29 @@ def test_its_state_survives_a_restart(tmp_path):
     (tmp_path / "members").write_bytes(b"nonsense")
     with pytest.raises(PersiaError, match="not the state of a coordinator"):
         CoordinatorServer(path=path)
+
+
+def test_a_coordinator_of_another_driver_knows_nobody_any_more(tmp_path):
+    path = str(tmp_path / "members")
+    first = CoordinatorServer(path=path)
+    first.regenerate(2)
+    first.join("embedding_ps", 0, "tcp://127.0.0.1:1")
+    first.join("embedding_worker", 0, "tcp://127.0.0.1:2")
+    first.depart("embedding_worker", 0, 1, "killed")
+    assert first.begins
+    again = CoordinatorServer(path=path)  # Restarted: its driver is the same.
+    assert not again.begins
+    assert again.membership().members == first.membership().members
+    later = CoordinatorServer(path=path, incarnation=2, generation=1)
+    assert later.begins
+    assert later.membership().version > again.membership().version
+    members = later.membership().members
+    assert [(m.state, m.address, m.reason) for m in members] == [
+        ("dead", "", "its driver died"),
+        ("dead", "", "killed"),
+    ]
+    assert later.join("embedding_ps", 0, "tcp://127.0.0.1:1").incarnation == 2
+    restarted = CoordinatorServer(path=path, incarnation=2, generation=1)
+    assert [m.state for m in restarted.membership().members] == ["alive", "dead"]
+    assert restarted.regenerate(2) == 2
+    assert CoordinatorServer(path=str(tmp_path / "lost"), incarnation=3, generation=9).regenerate(1) == 10

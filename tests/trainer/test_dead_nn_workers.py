@@ -6,8 +6,9 @@ import torch
 
 import persia
 from persia.errors import NNWorkersDiedError
-from persia.trainer.driver import _captured, _Work
+from persia.trainer.driver import _Work
 from persia.trainer.progress import TrainedRows
+from persia.trainer.run_state import captured
 from persia.trainer.state import RunTotals
 from persia.types import NO_LOSSES, Losses
 
@@ -34,7 +35,7 @@ def test_what_the_dead_have_lost_is_counted_once(rank, lost):
         raise NNWorkersDiedError("NN workers 2 have died.", ranks=[2], lost=lost)
 
     trainer.fit_here = fit_here
-    state = _captured(trainer.step, trainer.state, TrainedRows(0, 0.0))
+    state = captured(trainer.step, trainer.state, TrainedRows(0, 0.0))
     trainer.trained_here = TrainedRows(8, 1.0)
     found = _Work(lambda: trainer, None, state, {"epochs": 1, "max_steps": None})()
     counts = msgspec.convert(found.state.training["counts"], RunTotals)

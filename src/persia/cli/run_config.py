@@ -260,6 +260,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     place: dict[PlacedRole, Placement] = {}
     ray: RayOptions = RayOptions()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the driver of this run has died, so that its output is no other run's."""
+        from persia.cluster.ray.driver_folder import has_recovery_point
+
+        return self.kind == "ray" and self.ray.run is not None and has_recovery_point(self.ray.run)
+
     def build(self, prometheus_port: int | None = None) -> Cluster:
         """Builds the cluster without starting a process."""
         if self.kind == "embedded":

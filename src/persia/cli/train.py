@@ -174,7 +174,7 @@ def _train(
     reader = run.reader()
     directory = run.trainer.checkpoint_dir
     assert directory is not None
-    step = earlier_run.existing_step(directory, resume)
+    step = None if run.cluster.goes_on else earlier_run.existing_step(directory, resume)
     if step is not None and not options.overwrite:
         raise earlier_run.refusal(directory, step, command, run, reader.schema)
     fitted = fitted_run(run, resume, step=options.step, refit=options.refit)

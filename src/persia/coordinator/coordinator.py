@@ -32,6 +32,7 @@ class _State(msgspec.Struct):
     nn_workers: int = 0
     members: list[Member] = []
     maps: MapOrders | None = None
+    incarnation: int = 0
 
 
 class CoordinatorServer:
@@ -44,6 +45,12 @@ class CoordinatorServer:
         path: file to which membership and map are saved, and from which they are restored if the file exists; None for
             no file. Reports are not saved: members send new ones soon.
         buckets: the first bucket map of the run.
+        incarnation: number of drivers that the cluster has had, with the present one. Members of an earlier driver are
+            dead, and their addresses may belong to others.
+        generation: the last generation of NN workers that a driver knows, as the file may be lost with its host.
+
+    Attributes:
+        begins: whether this is the first process of its driver.
 
     Raises:
         PersiaError: the file is damaged.
@@ -53,7 +60,10 @@ class CoordinatorServer:
         self,
         clock: Callable[[], float] = time.monotonic,
         path: str | None = None,
+        *,
         buckets: BucketMap | None = None,
+        incarnation: int = 1,
+        generation: int = 0,
     ) -> None:
         self._clock = clock
         self._changed = threading.Condition()
@@ -68,6 +78,15 @@ class CoordinatorServer:
         self._maps = before.maps or MapOrders(buckets or BucketMap.even(1))
         self._progress = MoveProgress()
         self._requests = ScaleRequests()
+        self.begins = incarnation > before.incarnation
+        self._incarnation = incarnation
+        if self.begins:
+            self._generation = max(self._generation, generation)
+            for key, member in self._members.items():
+                reason = member.reason or "its driver died"
+                self._members[key] = member._replace(state="dead", address="", reason=reason)
+            with self._changed:
+                self._change()
 
     def join(self, role: str, rank: int, address: str) -> Member:
         """Adds a process that has started; marks an earlier process of its rank as dead.
@@ -244,4 +263,5 @@ class CoordinatorServer:
 
     def _save(self, maps: MapOrders) -> None:
         members = list(self._members.values())
-        self._file.save(_State(self._version, self._generation, self._nn_workers, members, maps))
+        state = _State(self._version, self._generation, self._nn_workers, members, maps, self._incarnation)
+        self._file.save(state)

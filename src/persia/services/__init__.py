@@ -5,7 +5,7 @@ same way. All methods block, are thread-safe, and raise :class:`persia.errors.Pe
 docs/reference/protocol.md specifies which role calls which method, and when.
 """
 
-from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
+from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster, RecoveryPoints
 from persia.services.control_plane import ControlPlane, Coordinator, Observable, TokenService, TrainingPhase
 from persia.services.data import DataLoader, Divisible, Fingerprinted, Seekable, Sharded, fingerprint_of
 from persia.services.dense import DenseMaker, DensePS
@@ -64,6 +64,7 @@ __all__ = [
     "RecordableRows",
     "RecordableTokens",
     "RecordableWorker",
+    "RecoveryPoints",
     "Round",
     "RowChunk",
     "RowServerState",

@@ -19,7 +19,7 @@ from persia.telemetry.metrics import Readings
 from persia.telemetry.tracing import Tracer
 from persia.types import StreamStart
 
-__all__ = ["Attempt", "Cluster", "Connection", "ProcessCluster"]
+__all__ = ["Attempt", "Cluster", "Connection", "ProcessCluster", "RecoveryPoints"]
 
 
 T = TypeVar("T")
@@ -104,6 +104,41 @@ class Attempt(NamedTuple):
     recovery_point: Any
 
 
+class RecoveryPoints(Protocol):
+    """Recovery points on storage: if this driver dies, the same program goes on from the last one. For one thread."""
+
+    @property
+    def left(self) -> memoryview | None:
+        """The last one of a driver that has died, to whose rows this cluster is attached; None if there is none."""
+
+    @property
+    def place(self) -> str:
+        """Where they are, for messages."""
+
+    def claim(self, owner: object) -> None:
+        """Lets one object alone keep recovery points.
+
+        Raises:
+            ConfigError: another object does.
+        """
+
+    def take(self) -> None:
+        """Takes over the run: from now on, closing the cluster removes what the dead driver has left.
+
+        Until then a program that fails, for example because it has another schema, leaves the run as it was.
+        """
+
+    def keep(self, point: Sequence[bytes | memoryview]) -> None:
+        """Stores one in place of the last, and takes over the run. Blocks until it is on storage.
+
+        Args:
+            point: the state of the run, as a list of buffers.
+
+        Raises:
+            PersiaError: it cannot be written; the last one is intact.
+        """
+
+
 @runtime_checkable
 class ProcessCluster(Cluster, Protocol):
     """A cluster whose roles are processes."""
@@ -115,12 +150,22 @@ class ProcessCluster(Cluster, Protocol):
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker, where `connect` returns its connection; returns the results by rank."""
 
-    def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
+    @property
+    def recovery_points(self) -> RecoveryPoints | None:
+        """Recovery points that outlive this process, once it is connected; None if the cluster keeps none."""
+
+    def attempt(
+        self,
+        function: Callable[[], Any],
+        halting: Callable[[], bool],
+        keep: Callable[[Any], object] | None = None,
+    ) -> Attempt:
         """Like `run`, but returns the death of a process that can be restarted; the next call restarts it.
 
         Args:
             function: see `run`.
             halting: polled while it runs; once true, `Connection.halted` is true on all NN workers.
+            keep: called with each recovery point, while NN workers wait; if it fails, so does the function.
         """
 
     def restart_servers(self, ranks: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from persia.errors import ConfigError
 from persia.types import SourceFingerprint, SourcePart, changed_options
 
-__all__ = ["Begun", "DataProgress", "Pass", "begin_source", "begin_stream", "fingerprint_of_object"]
+__all__ = ["OBJECT", "Begun", "DataProgress", "Pass", "begin_source", "begin_stream", "fingerprint_of_object"]
 
 RESTART = "begin it again at its first batch, with restart_data=True (`--restart-data` of persia train and continual)"
 OBJECT = "object"

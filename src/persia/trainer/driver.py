@@ -7,14 +7,12 @@ restart: from where the others quiesced without it, or else from the last recove
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-import torch
 
 from persia.batching.batch import Batch
 from persia.checkpoint import list_checkpoints
@@ -31,9 +29,11 @@ from persia.trainer.data_progress import DataProgress
 from persia.trainer.fit_checks import check_outputs
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.scores import PARTS, ScoresState
+from persia.trainer.run_state import RunState, captured, restore, total_of
+from persia.trainer.scores import PARTS
 from persia.trainer.sources import scheduled, set_input_rules, set_local_batch
 from persia.trainer.state import RunTotals, TrainingState
+from persia.trainer.stored_calls import StoredCalls
 from persia.types import StreamStart
 
 __all__ = ["Driver", "LocalTrainer", "save_recovery_point"]
@@ -52,29 +52,6 @@ class LocalTrainer(Protocol):
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
     ) -> FitResult:
         """Trains on this NN worker."""
-
-
-class RunState(NamedTuple):
-    """State of a run that training changes, besides rows. A recovery point is one.
-
-    Attributes:
-        model: its tensors and all else that `torch.save` writes, on the CPU.
-        training: see `TrainingState.state_dict`.
-        scores: see `TrainingScores.state_dict`.
-        finished: see `TrainingState.finished`.
-        trained: rows that were trained in this call since all NN workers last started.
-    """
-
-    model: bytes
-    training: dict[str, Any]
-    scores: ScoresState
-    finished: bool
-    trained: TrainedRows
-
-    @property
-    def step(self) -> int:
-        """The global step."""
-        return int(self.training["global_step"])
 
 
 class _Survived(NamedTuple):
@@ -111,7 +88,7 @@ class _Work:
     def __call__(self) -> tuple[FitResult, RunState] | _Survived | None:
         trainer = self._make()
         network, state = trainer.step, trainer.state
-        _restore(network, state, self._state, trains_in_other_processes=False)
+        restore(network, state, self._state, trains_in_other_processes=False)
         if (options := self._outputs) is not None:
             network.replicas.run_on_rank0(lambda: check_outputs(options), NoneType)
         try:
@@ -121,9 +98,9 @@ class _Work:
             if state.rank > 0:
                 state.earlier = RunTotals()  # NN worker 0 has the counts from before, and the metrics; see `_merged`.
             state.earlier += RunTotals(pushed=PushCounts.of(error.fields["lost"]))
-            return _Survived(_captured(network, state, trainer.trained_here))
-        captured = _captured(network, state, TrainedRows(result.rows, result.seconds))  # A collective.
-        return (result, captured) if state.rank == 0 else None
+            return _Survived(captured(network, state, trainer.trained_here))
+        last = captured(network, state, TrainedRows(result.rows, result.seconds))  # A collective.
+        return (result, last) if state.rank == 0 else None
 
 
 class Driver:
@@ -136,6 +113,7 @@ class Driver:
         state: the state of this process's trainer.
         servers: the embedding PSs.
         declared: the declarations of the run.
+        calls: recovery points on storage; None if the cluster keeps none.
     """
 
     def __init__(
@@ -146,7 +124,11 @@ class Driver:
         state: TrainingState,
         servers: Sequence[EmbeddingPS],
         declared: Declared,
+        calls: StoredCalls | None = None,
     ) -> None:
+        self._stored_calls = calls
+        self.repeats = False
+        """Whether the last call had already ended under an earlier driver, so that nothing was trained or evaluated."""
         self._cluster = cluster
         self._make = make
         self._network = network
@@ -163,7 +145,7 @@ class Driver:
         again: bool = False,
         restart_data: bool = False,
     ) -> FitResult:
-        """Trains on the NN workers; see `Trainer.fit`.
+        """Trains on the NN workers; see `Trainer.fit`. A call in which an earlier driver has died goes on.
 
         Args:
             train_data: see `Trainer.fit`; pickled.
@@ -177,18 +159,33 @@ class Driver:
             ConfigError: the position in the data has no meaning any more.
             PersiaError: an NN worker has raised it, or a process has died for good. The network here is as it was.
         """
-        options = self._declared.options
+        options, calls = self._declared.options, self._stored_calls
         stream = isinstance(train_data, StreamPosition)
+        point = calls.begin(self._network, self._state) if calls is not None else None
+        if calls is not None and point is None and (ended := calls.ended(self._network, self._state)) is not None:
+            self.repeats = True
+            return ended
+        if point is not None:
+            self._state.adopt_source(train_data, stream=stream)
+            again = restart_data = False  # What they ask for was done before the recovery point.
         self._state.begin_source(
             train_data, stream=stream, again=again, restart=restart_data, patience=options.patience
         )
         self._state.loaded = False
         set_local_batch(train_data, self._state)
         set_input_rules(train_data, self._state)
-        state = _captured(self._network, self._state, TrainedRows(0, 0.0))
+        state = captured(self._network, self._state, TrainedRows(0, 0.0))
         log = _FailureLog(options.max_failures)
         first_step, before, restarted = state.step, TrainedRows(0, 0.0), False
+        if point is not None:
+            first_step, before, restarted = point.first_step, point.state.trained, True
+
+        def keep(state: RunState) -> None:
+            if calls is not None:
+                calls.keep(first_step, state, total_of(before, state.trained))
+
         while True:
+            keep(state)
             training, position = state.training, state.training["position"]
             progress = msgspec.convert(training["data"], DataProgress).at_rest(position)
             number = progress.number if progress.current is None else progress.current.number
@@ -199,20 +196,20 @@ class Driver:
             if left["max_steps"] is not None:
                 left["max_steps"] -= state.step - first_step
             work = _Work(self._make, eval_data, state, left, None if restarted else options)
-            attempt = self._cluster.attempt(work, should_stop)
+            attempt = self._cluster.attempt(work, should_stop, keep)
             if not attempt.deaths:
                 break
             restarted = True
             state, how = _after_deaths(attempt, state, self._declared.schema.labels)
             log.add(attempt.deaths, how)
             self._reload_servers(attempt.deaths)
-            before = _sum(before, state.trained)
+            before, state = total_of(before, state.trained), state._replace(trained=TrainedRows(0, 0.0))
         result: FitResult
         last: RunState
         result, last = attempt.results[0]
-        _restore(self._network, self._state, last, trains_in_other_processes=True)
-        trained = _sum(before, last.trained)
-        return msgspec.structs.replace(
+        restore(self._network, self._state, last, trains_in_other_processes=True)
+        trained = total_of(before, last.trained)
+        result = msgspec.structs.replace(
             result,
             rows=trained.rows,
             seconds=trained.seconds,
@@ -220,6 +217,9 @@ class Driver:
             steps=result.global_step - first_step,
             failures=log.failures,
         )
+        if calls is not None:
+            calls.end(first_step, last, result)
+        return result
 
     def _reload_servers(self, deaths: list[RoleDiedError]) -> None:
         """Replaces embedding PSs that have died for good, with the rows of the last checkpoint."""
@@ -243,10 +243,10 @@ def save_recovery_point(
     """Sends the state of the run to the driver, between two phases. All NN workers call it."""
     assert connection.save_recovery_point is not None
     network.replicas.settle()
-    captured = _captured(network, state, progress.trained_by_all())
+    recovery_point = captured(network, state, progress.trained_by_all())
     if connection.rank == 0:
-        connection.save_recovery_point(captured)
-        state.covered("recovery point", captured.training["position"])
+        connection.save_recovery_point(recovery_point)
+        state.covered("recovery point", recovery_point.training["position"])
 
 
 class _FailureLog:
@@ -334,24 +334,3 @@ def _merged_metrics(states: Sequence[Mapping[str, Any]], labels: Sequence[str | 
         part.load_state_dict(state)
         total.merge(part)
     return total.state_dict()
-
-
-def _sum(a: TrainedRows, b: TrainedRows) -> TrainedRows:
-    return TrainedRows(a.rows + b.rows, a.seconds + b.seconds)
-
-
-def _captured(network: DenseStep, state: TrainingState, trained: TrainedRows) -> RunState:
-    model = io.BytesIO()
-    torch.save(network.model.state_dict(), model)
-    scores = state.scores.state_dict(network.replicas.gather)
-    return RunState(model.getvalue(), state.state_dict(), scores, state.finished, trained)
-
-
-def _restore(network: DenseStep, state: TrainingState, saved: RunState, *, trains_in_other_processes: bool) -> None:
-    model = torch.load(io.BytesIO(saved.model), map_location="cpu", weights_only=True)
-    network.model.load_state_dict(model)
-    state.load_state_dict(saved.training, trains_in_other_processes=trains_in_other_processes)
-    state.scores.repeats, state.scores.again = saved.scores["repeats"], saved.scores["again"]
-    if state.rank == 0:
-        state.scores.load_state_dict(saved.scores)
-    state.finished = saved.finished

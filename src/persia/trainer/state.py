@@ -25,7 +25,14 @@ from persia.nn.push_log import PushCounts
 from persia.schema import NO_RULES, InputRules, Label
 from persia.services import StreamPosition, fingerprint_of
 from persia.telemetry.logs import get_logger
-from persia.trainer.data_progress import Begun, DataProgress, begin_source, begin_stream, fingerprint_of_object
+from persia.trainer.data_progress import (
+    OBJECT,
+    Begun,
+    DataProgress,
+    begin_source,
+    begin_stream,
+    fingerprint_of_object,
+)
 from persia.trainer.evaluations import Evaluations
 from persia.trainer.scores import TrainingScores
 from persia.types import Offsets, SourceFingerprint, SourcePart
@@ -255,6 +262,18 @@ class TrainingState:
         if again or restart:
             self.scores.again = begun.repeated
         self.finished = False
+
+    def adopt_source(self, data: object, *, stream: bool) -> None:
+        """Lets data without a fingerprint count as those that a driver before read, whose call of `fit` goes on.
+
+        Args:
+            data: see `Trainer.fit`.
+            stream: whether the data are a stream.
+        """
+        known = self.data.source
+        if known is not None and known.kind == OBJECT and not stream and fingerprint_of(data) is None:
+            self._given = _Given(data)
+            self._given.fingerprint = known
 
     def _fingerprint(self, data: object, stream: bool) -> SourceFingerprint:
         """Returns the fingerprint of the data; of an object without one, a name that it keeps in this process."""

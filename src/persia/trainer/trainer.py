@@ -30,6 +30,7 @@ from persia.nn.arguments import (
 from persia.nn.dense_step import OptimizerFactory
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
+from persia.telemetry.logs import get_logger
 from persia.telemetry.trace_events import tracing_to
 from persia.trainer import driver, loading, signals
 from persia.trainer.callbacks import Callback, check_callbacks
@@ -40,8 +41,11 @@ from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.phases import ModeSwitch
 from persia.trainer.progress import FitResult, TrainedRows
 from persia.trainer.scoring import Scoring
+from persia.trainer.stored_calls import StoredCalls
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
+
+LOG = get_logger("persia.cluster")
 
 
 class Trainer(Scoring):
@@ -115,6 +119,10 @@ class Trainer(Scoring):
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self._stopping = False
         self._outputs_checked = False
+        points = cluster.recovery_points if isinstance(cluster, ProcessCluster) else None
+        self._stored_calls = StoredCalls(points, schema.labels) if points is not None else None
+        if self._stored_calls is not None:
+            self._stored_calls.restore(self.step, self.state)
 
     @property
     def global_step(self) -> int:
@@ -255,7 +263,10 @@ class Trainer(Scoring):
         line, directory = self.resume_line, self.options.checkpoint_dir
         with signals.stoppable(stop=self.stop, step=lambda: self.global_step, directory=directory, resume_line=line):
             if remote is not None and train_data is not None:
-                return remote.fit(train_data, eval_data, bounds, lambda: self.stopping, again, restart_data)
+                result = remote.fit(train_data, eval_data, bounds, lambda: self.stopping, again, restart_data)
+                if remote.repeats and eval_data is not None:
+                    return msgspec.structs.replace(result, evaluation=self.evaluate(eval_data))
+                return result
             return self.fit_here(train_data, eval_data, epochs, max_steps, again=again, restart_data=restart_data)
 
     def fit_here(
@@ -344,6 +355,8 @@ class Trainer(Scoring):
             CheckpointError: it is damaged, or of another schema, model or optimizer, or has values beyond the dtype of
                 a table.
         """
+        if self._goes_on("load"):
+            return
         replicas = self.step.replicas
         options = loading.LoadOptions(step, new_optimizer, self._trains_in_other_processes, refit)
 
@@ -383,6 +396,8 @@ class Trainer(Scoring):
             CheckpointError: it is damaged, or a table is missing, has another dim, or is read by features that make
                 other ids of the same values.
         """
+        if self._goes_on("load_rows"):
+            return {}
         return loading.load_rows(self.embeddings.connection.servers, self.schema, directory, tables, step, state)
 
     @classmethod
@@ -447,7 +462,19 @@ class Trainer(Scoring):
             callbacks=self.callbacks,
         )
         servers = self.embeddings.connection.servers
-        return driver.Driver(cluster, make, self.step, self.state, servers, self.declared)
+        return driver.Driver(cluster, make, self.step, self.state, servers, self.declared, self._stored_calls)
+
+    def _goes_on(self, method: str) -> bool:
+        """Returns whether the run goes on after the death of a driver, with rows newer than those of a checkpoint."""
+        left = self._stored_calls.left if self._stored_calls is not None else None
+        if left is not None:
+            LOG.warning(
+                "%s() does nothing, as this run continues at step %d, with the rows and the network of a driver that "
+                "has died.",
+                method,
+                left.state.step,
+            )
+        return left is not None
 
 
 def _resume_line(with_cluster: bool, directory: str, step: int) -> str:

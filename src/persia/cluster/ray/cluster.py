@@ -21,7 +21,7 @@ from persia.cluster.ray.scaling import check_capacity, check_count, count_of, sc
 from persia.errors import ConfigError, PersiaError, RoleDiedError
 from persia.modes import Mode, encode
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Attempt, Connection
+from persia.services import Attempt, Connection, RecoveryPoints
 from persia.types import BucketMap, Feed, StreamStart
 
 __all__ = ["Ray"]
@@ -71,7 +71,6 @@ class Ray:
         for name, value in counts.items():
             check_count(name, value)
         check_capacity(embedding_workers, data_loaders, nn_workers)
-        self.ps = ps
         self.nn_workers = nn_workers
         self.place = read_place(place or {})
         self.options = nn_worker_gpus(self.place, options or RayOptions())
@@ -90,6 +89,11 @@ class Ray:
         """Whether requests of `persia control scale` are answered."""
 
     # --- for Trainer, EmbeddingCollection and users ------------------------------------------------
+
+    @property
+    def ps(self) -> int:
+        """Number of embedding PSs; with `RayOptions.run`, that of the run once it has started."""
+        return self._roles.counts["embedding_ps"]
 
     @property
     def gpus(self) -> float:
@@ -135,12 +139,17 @@ class Ray:
         done = self._run(function, None)
         return [done[rank] for rank in sorted(done)]
 
-    def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
+    def attempt(
+        self,
+        function: Callable[[], Any],
+        halting: Callable[[], bool],
+        keep: Callable[[Any], object] | None = None,
+    ) -> Attempt:
         """Like `run`, but returns the death of a process that can be restarted; the next call restarts it.
 
         In an asynchronous mode the other NN workers continue; see `persia.errors.NNWorkersDiedError`.
         """
-        recovery = Recovery(self._roles.ps_deaths)
+        recovery = Recovery(self._roles.ps_deaths, keep)
         try:
             return Attempt(self._run(function, recovery, halting), recovery.replaced, recovery.recovery_point)
         except CONSEQUENCES as error:
@@ -148,6 +157,11 @@ class Ray:
             if not deaths:
                 raise
             return Attempt({}, deaths, recovery.recovery_point)
+
+    @property
+    def recovery_points(self) -> RecoveryPoints | None:
+        """Recovery points that outlive this process; None without `RayOptions.run`."""
+        return self._roles.attachment
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
         """Replaces embedding PSs that have died permanently with empty ones, on any node with free resources.
@@ -183,6 +197,8 @@ class Ray:
             try:
                 processes.await_ready(workers, self.options.timeout)
                 generation = coordinator.regenerate(self.nn_workers)
+                if roles.attachment is not None:
+                    roles.attachment.began(generation)
                 roles.renew_feed(generation)
                 roles.ps_deaths.clear()
                 rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
@@ -284,7 +300,6 @@ class Ray:
                 scale(self._roles, role, count)
         if ps is not None:
             scale_servers(self._roles, ps, self._follow_map)
-            self.ps = ps
 
     @property
     def buckets(self) -> BucketMap:

@@ -211,8 +211,15 @@ class CoordinatorHost(Host):
         self._tokens = TokenScheduler(plan.options.timeout, path("tokens"))
         saved = StateFile(path("address"), str)
         previous = saved.load() or ""
-        members = CoordinatorServer(path=path("members"), buckets=BucketMap.even(plan.servers))
+        members = CoordinatorServer(
+            path=path("members"),
+            buckets=plan.buckets or BucketMap.even(plan.servers),
+            incarnation=plan.incarnation,
+            generation=plan.generation,
+        )
         stream = OffsetLog(path=path("stream"))
+        if members.begins:  # Another process may have taken the address meanwhile.
+            previous = ""
         address = self.serve(_ControlPlane(members, self._tokens, stream), ControlPlane, previous)
         if address != previous:
             saved.save(address)  # For the next process after a restart.

@@ -112,6 +112,7 @@ class HostLayout:
     Args:
         demands: demands by role.
         nodes: living hosts.
+        pinned: nodes of PSs that have their rows already, by rank.
 
     Attributes:
         demands: see above.
@@ -120,11 +121,15 @@ class HostLayout:
         ConfigError: a process cannot be placed; the message lists the hosts and what each has.
     """
 
-    def __init__(self, demands: Mapping[str, RoleDemand], nodes: Sequence[RayNode]) -> None:
+    def __init__(
+        self, demands: Mapping[str, RoleDemand], nodes: Sequence[RayNode], pinned: Mapping[int, str] | None = None
+    ) -> None:
         self.demands = demands
         self._lock = threading.Lock()
         self._nodes: dict[str, RayNode] = {}
-        self._hosts: dict[tuple[str, int], str] = {}
+        self._hosts: dict[tuple[str, int], str] = {
+            ("embedding_ps", rank): node for rank, node in (pinned or {}).items()
+        }
         """Node by role and rank."""
         self.update(nodes)
         order = sorted(demands, key=lambda role: sum(_lack(node, demands[role], node.total) is None for node in nodes))

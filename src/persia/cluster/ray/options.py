@@ -55,6 +55,9 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             from the last checkpoint.
         overcommit: whether to accept tables whose declared capacity exceeds the memory of the PSs' hosts, with a
             warning: for trials that will not fill them.
+        run: directory of the run, which the host of the driver and that of its successor see at this path: the same
+            command goes on there if the driver has died, with the rows that PSs have left on their hosts. Needs
+            `regions`. None: the death of the driver ends the run. See docs/guide/cluster.md.
         prometheus_port: port at which each process exports its metrics; processes of one host take the next free
             ports, and `persia health` lists them. None for no export.
         timeout: maximum seconds of any wait: for roles to start, rows, gradients of other NN workers.
@@ -73,6 +76,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restarts: int = 3
     regions: str = "/dev/shm"
     overcommit: bool = False
+    run: str | None = None
     prometheus_port: int | None = None
     timeout: float = 600.0
     log_level: str = "warning"
@@ -95,12 +99,16 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.threads is not None:
             check_integer("threads", self.threads, 1, MAX_THREADS)
-        plain_paths(self, "regions")
+        plain_paths(self, "regions", "run")
         check_kind("regions", self.regions, str, "an absolute path, or an empty string")
         if self.regions and not self.regions.startswith("/"):
             raise ConfigError(
                 f"Invalid regions = {self.regions!r}; expected an absolute path, or an empty string.", field="regions"
             )
+        check_kind("run", self.run, (str, NoneType), "the path of a directory, or None")
+        if self.run is not None and (not self.run or not self.regions):
+            needs = "regions, in which rows outlive the driver" if self.run else "the path of a directory, or None"
+            raise ConfigError(f"Invalid run = {self.run!r}: it needs {needs}.", field="run")
         check_integer("dense_ps", self.dense_ps, 1)
         check_port(self.prometheus_port, "prometheus_port")
         check_seconds("timeout", self.timeout)

@@ -48,6 +48,15 @@ class Placer:
         self._placements = placements
         self._options = options
         self._layout: HostLayout | None = None
+        self._pinned: dict[int, str] = {}
+
+    def pin(self, nodes: Mapping[int, str]) -> None:
+        """Puts PSs on nodes that have their rows already. Call it before `lay_out`.
+
+        Args:
+            nodes: ids of nodes, by rank.
+        """
+        self._pinned = dict(nodes)
 
     def lay_out(self, counts: Mapping[str, int]) -> None:
         """Chooses a host for each process, before the first one starts.
@@ -68,7 +77,7 @@ class Placer:
         while True:
             nodes = self._nodes(demands["embedding_ps"])
             try:
-                self._layout = HostLayout(demands, nodes)
+                self._layout = HostLayout(demands, nodes, self._pinned)
                 break
             except ConfigError:
                 if deadline.passed or not _fits(demands, nodes):
@@ -123,7 +132,7 @@ class Placer:
         """Returns the ids of the nodes of the PSs, by rank."""
         layout = self._layout
         if layout is None:
-            return [node_of(rank) for rank in range(count)]
+            return [self._pinned_node(rank) or node_of(rank) for rank in range(count)]
         return [layout.node_of("embedding_ps", rank) or "" for rank in range(count)]
 
     def row_hosts(self) -> list[str]:
@@ -166,13 +175,20 @@ class Placer:
     def _in_turn(self, role: str, rank: int) -> dict[str, Any]:
         options = self._options
         ray_options: dict[str, Any] = {"num_cpus": options.cpus}
-        if role == "embedding_ps":
+        if role == "embedding_ps" and (node := self._pinned_node(rank)) is not None:
+            ray_options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        elif role == "embedding_ps":
             ray_options["scheduling_strategy"] = place(rank, options.cpus > 0)
         elif role == "nn_worker":
             # Ray knows which hosts have GPUs.
             ray_options["scheduling_strategy"] = "SPREAD" if options.gpus else place(rank, options.cpus > 0)
             ray_options["num_gpus"] = options.gpus
         return ray_options
+
+    def _pinned_node(self, rank: int) -> str | None:
+        """Returns the node to which a PS is pinned, if it lives; without it, its rows are lost."""
+        node = self._pinned.get(rank)
+        return node if node is not None and any(living.id == node for living in ray_nodes()) else None
 
     def _nodes(self, demand: RoleDemand) -> list[RayNode]:
         """Returns the living hosts, with their free memory for regions if the role demands any."""

@@ -10,6 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from persia.cluster.ray.options import RayOptions
 from persia.schema import EmbeddingOptimizer, Schema
+from persia.types import BucketMap
 
 __all__ = ["Plan", "ProcessInfo", "ServerSeat", "Service", "here", "node_of", "place", "seat_of"]
 
@@ -39,6 +40,9 @@ class Plan(NamedTuple):
         coordinator: address of the coordinator; empty for the coordinator itself.
         compression: compression of rows and gradients between embedding workers and NN workers.
         pool_at: where features are pooled.
+        incarnation: number of drivers that the run has had, with the present one; see `RayOptions.run`.
+        generation: the last generation of NN workers of the drivers before.
+        buckets: the bucket map of a run that goes on; None for an even one. The coordinator may know a later one.
     """
 
     name: str
@@ -52,6 +56,9 @@ class Plan(NamedTuple):
     coordinator: str = ""
     compression: Literal["none", "fp16"] = "none"
     pool_at: Literal["nn_worker", "embedding_worker", "auto"] = "nn_worker"
+    incarnation: int = 1
+    generation: int = 0
+    buckets: BucketMap | None = None
 
 
 class ProcessInfo(NamedTuple):

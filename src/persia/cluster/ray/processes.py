@@ -203,13 +203,17 @@ class Processes:
                     f"{late} did not end within {END_SECONDS:g} s; kill the remaining processes.", seconds=END_SECONDS
                 )
 
-    def close(self) -> None:
-        """Ends all processes."""
+    def close(self, release: bool = True) -> None:
+        """Ends all processes.
+
+        Args:
+            release: whether they remove their files first.
+        """
         with self._changed:
             self._ending.set()
             self._changed.notify_all()
         self._thread.join(END_SECONDS)
-        pinned = [p for role in PINNED for p in self.of(role)]
+        pinned = [p for role in PINNED for p in self.of(role)] if release else []
         for process in pinned:
             if process.info is None:  # It may have started without anything waiting for it.
                 with contextlib.suppress(RayError):

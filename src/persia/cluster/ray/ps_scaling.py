@@ -81,6 +81,7 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object]) -> Non
         assert roles.processes is not None
         roles.processes.need(added)
         follow()
+        roles.note_servers(count, now=True)
         if count < before:
             roles.remove_servers(roles.processes.of("embedding_ps")[count:])
 
@@ -107,6 +108,7 @@ def move_rows(roles: Roles, after: BucketMap) -> None:
             )
         _check_leaving(roles)
         _move(roles, maps, after, [])
+        roles.note_servers(now=True)
 
 
 def answer_requests(roles: Roles, scale: Callable[..., object]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from persia import rpc
+from persia.cluster.ray.attachment import RunAttachment
 from persia.cluster.ray.capacities import server_capacities
 from persia.cluster.ray.connection import reach_coordinator, reach_stream_log, reach_tokens
 from persia.cluster.ray.feeding import LoaderFeed, SourceKind
@@ -25,7 +26,7 @@ from persia.cluster.ray.server_host import EmbeddingServerHost
 from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
 from persia.ps.shares import Shares
-from persia.services import Coordinator, DenseMaker, StreamLog, TokenService
+from persia.services import BucketMaps, Coordinator, DenseMaker, StreamLog, TokenService
 from persia.telemetry.logs import get_logger
 from persia.types import Feed
 
@@ -62,6 +63,7 @@ class Roles:
         feed: source and feed of the data loaders.
         closed: whether `close` has been called.
         ps_deaths: deaths of embedding PSs in the current run. In asynchronous modes a restarted PS is out of phase.
+        attachment: what a driver leaves to the next one if it dies; None without `RayOptions.run`.
     """
 
     def __init__(self, counts: Mapping[str, int], options: RayOptions, placer: Placer | None = None) -> None:
@@ -81,10 +83,11 @@ class Roles:
         self.feed = LoaderFeed(options.timeout, counts["nn_worker"])
         self.closed = False
         self.ps_deaths: list[RoleDiedError] = []
+        self.attachment = RunAttachment(options, counts["embedding_ps"]) if options.run is not None else None
         self._owns_ray = False
         self._capacities: list[Shares] = []
-        self._losses = 0
-        """Number of times that embedding PSs have lost their rows."""
+        self._losses: dict[int, int] = {}
+        """How many times embedding PSs had lost their rows when a PS last started without any, by its rank."""
 
     # --- starting -----------------------------------------------------------------------------------------------
 
@@ -106,6 +109,11 @@ class Roles:
             if self.processes is None or self.plan is None or self.coordinator is None:
                 self._owns_ray = connect(self.options.address) or self._owns_ray
                 plan = make_plan(self.counts["embedding_ps"], self.counts["nn_worker"], self.options)
+                if self.attachment is not None:
+                    plan = self.attachment.attach(plan)
+                    self.placer.pin(self.attachment.nodes)
+                    self._losses = self.attachment.losses
+                    self.counts["embedding_ps"] = plan.servers
                 self.placer.lay_out(self.counts)
                 plan = self._for_hosts(plan)
                 self.processes = Processes(self._died, self._restarted, self.options.timeout)
@@ -175,6 +183,8 @@ class Roles:
             ConfigError: they exceed the memory of the PSs' hosts.
             DeadlineError: a host did not report its memory in time.
         """
+        if self.attachment is not None and self.attachment.shares:
+            return self.attachment.shares  # Rows that exist are not divided again.
         nodes = self.placer.server_nodes(self.counts["embedding_ps"])
         return server_capacities(service, nodes, self.options, self.placer.server_memory())
 
@@ -191,6 +201,8 @@ class Roles:
         with self.lock:
             processes, _, _ = self.started()
             if self.service is None:
+                if self.attachment is not None:
+                    self.attachment.check(service)
                 self._capacities = capacities or self.capacities_of(service)
                 self.service = service
                 self.placer.reserve("embedding_ps", range(self.counts["embedding_ps"]))
@@ -198,6 +210,7 @@ class Roles:
                 for role in ("embedding_worker", "data_loader"):
                     started += self.start_role(role, range(self.counts[role]))
                 processes.await_ready(started, self.options.timeout)
+                self.note_servers()
                 self.send_feed()
             elif self.service != service:
                 raise ConfigError(
@@ -254,6 +267,7 @@ class Roles:
                 self.remove_servers(started)
                 raise
             self.counts["embedding_ps"] = count
+            self.note_servers(now=True)
             return started
 
     def remove_servers(self, servers: Collection[Process]) -> None:
@@ -282,9 +296,24 @@ class Roles:
         nodes = self.placer.server_nodes(count or self.counts["embedding_ps"])
         started = []
         for rank in ranks:
-            arguments = (service, self._capacities[rank], self._losses, seat_of(rank, nodes))
+            arguments = (service, self._capacities[rank], self._losses.get(rank, 0), seat_of(rank, nodes))
             started.append(self._start(EmbeddingServerHost, "embedding_ps", rank, *arguments, max_restarts=restarts))
         return started
+
+    def note_servers(self, count: int | None = None, now: bool = False) -> None:
+        """Notes where the PSs have their rows, for another driver.
+
+        Args:
+            count: number of PSs, without those that are about to leave; None for all.
+            now: see `RunAttachment.placed`.
+        """
+        if self.attachment is not None:
+            assert self.service is not None
+            processes, _, coordinator = self.started(check=False)
+            servers = processes.of("embedding_ps")[:count]
+            places = [process.info for process in servers if process.info is not None]
+            buckets = rpc.cast_to(BucketMaps, coordinator).map_state().buckets
+            self.attachment.placed(self.service, self._capacities, places, self._losses, buckets, now)
 
     def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
         assert self.processes is not None
@@ -334,9 +363,10 @@ class Roles:
             self.placer.reserve("embedding_ps", ranks)
             self.processes.forget_failures("embedding_ps")
             processes, _, _ = self.started()
-            self._losses += 1
+            self._losses.update(dict.fromkeys(ranks, max(self._losses.values(), default=0) + 1))
             started = self.start_servers(ranks, self.service)
             processes.await_ready(started, self.options.timeout)
+            self.note_servers()
             # Embedding workers are connected to the PSs that have died.
             workers = processes.of("embedding_worker")
             processes.end(workers)
@@ -390,12 +420,22 @@ class Roles:
             rpc.close(self.tokens)
             rpc.close(self.stream_log)
             try:
-                if self.processes is not None and ray.is_initialized():
+                if self.attachment is not None and not self.attachment.taken:
+                    if self.processes is not None and ray.is_initialized():
+                        self.processes.close(release=False)
+                elif self.processes is not None and ray.is_initialized():
+                    if self.attachment is not None:
+                        self.attachment.forget()
                     try:
                         self.processes.close()
                     finally:
                         if self.plan is not None and (root := self.options.regions):
                             self.processes.on_unreleased(partial(remove_leftovers, root, f"{self.plan.name}/*"))
+                    if self.attachment is not None:
+                        self.attachment.remove_regions()
+                        self.attachment.end()
             finally:
+                if self.attachment is not None:
+                    self.attachment.close()
                 if self._owns_ray:
                     ray.shutdown()

@@ -205,16 +205,20 @@ class Recovery:
 
     Args:
         ps_deaths: deaths of embedding PSs that restart. In asynchronous modes restarted PSs are out of phase.
+        keep: receives each recovery point as well.
     """
 
-    def __init__(self, ps_deaths: Sequence[RoleDiedError]) -> None:
+    def __init__(self, ps_deaths: Sequence[RoleDiedError], keep: Callable[[Any], object] | None = None) -> None:
         self._ps_deaths = ps_deaths
+        self._keep = keep
         self.replacement: Replacement | None = None
         self.recovery_point: Any = None
 
     def save(self, recovery_point: Any) -> None:
         """Stores a recovery point from `Connection.save_recovery_point`."""
         self.recovery_point = recovery_point
+        if self._keep is not None:
+            self._keep(recovery_point)
 
     @property
     def replaced(self) -> list[RoleDiedError]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from persia import rpc
 from persia.cluster import numa
 from persia.cluster.ray.connection import reach, reach_coordinator
+from persia.cluster.ray.driver_folder import server_directory
 from persia.cluster.ray.hosts import Host, cores, together
 from persia.cluster.ray.process_plan import Plan, ServerSeat, Service
 from persia.errors import StoreError
@@ -29,8 +30,8 @@ class EmbeddingServerHost(Host):
     def __init__(self, plan: Plan, rank: int, service: Service, shares: Shares, losses: int, seat: ServerSeat) -> None:
         super().__init__(plan, rank)
         schema, optimizer, mode, seed = service
-        name = f"ps-{rank}.{losses}" if losses else f"ps-{rank}"
-        regions = f"{plan.options.regions}/{plan.name}/{name}" if plan.options.regions else None
+        directory = f"{plan.name}/{server_directory(rank, losses)}"
+        regions = f"{plan.options.regions}/{directory}" if plan.options.regions else None
         spills = [table.spill for table in schema.resolved_tables().values() if table.spill is not None]
         self._roots = list(dict.fromkeys([plan.options.regions, *spills])) if plan.options.regions else []
         address, has_left, buckets = self._predecessor()
@@ -38,7 +39,8 @@ class EmbeddingServerHost(Host):
             address = ""  # The first process after a loss of rows: it has no rows, and no caller has its address.
         if address:
             self._check_rows(address, regions)
-        elif losses or has_left:  # The previous process does not return; its rows are no longer needed.
+        elif has_left or (losses and regions is not None and not Regions(regions).complete):
+            # The previous process does not return; its rows are no longer needed.
             self._remove_files()
         # The host may differ from the one that was measured. After a loss, training continues on any available host.
         overcommit = plan.options.overcommit or losses > 0

@@ -1,0 +1,193 @@
+"""What the next driver finds on the hosts of Ray, without processes: rows, missing rows, roles that still run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import persia
+from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.modes import Sync, encode
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
+
+from persia.cluster.ray import attachment
+from persia.cluster.ray.attachment import RunAttachment, _Left
+from persia.cluster.ray.options import RayOptions
+from persia.cluster.ray.process_plan import Plan, ProcessInfo, Service
+from persia.ps.shares import Shares
+from persia.types import BucketMap
+
+SERVICE = Service(persia.Schema([persia.IdFeature("id", 4)]), persia.optim.Adagrad(lr=0.05), encode(Sync()), 7)
+PLAN = Plan("persia-0123abcd", 2, 1, RayOptions(), True, None, [], [])
+MAP = BucketMap.even(2)
+SHARES = [Shares({"id": 10}, {}), Shares({"id": 20}, {"id": 3})]
+
+
+def place(node: str) -> ProcessInfo:
+    return ProcessInfo(1, f"10.0.0.{node}", node, [], 1, "")
+
+
+class Hosts:
+    """Hosts of Ray; `has` is what they have, by node."""
+
+    def __init__(self) -> None:
+        self.has: dict[str, _Left] = {}
+        self.removed: list[str] = []
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": node, "Alive": True} for node in self.has]
+
+    def on_all(self, nodes: Any, function: Any, timeout: float) -> dict[str, Any]:
+        if function.func is attachment._left_here:
+            return {node: self.has[node] for node in nodes}
+        self.removed.append(function.args[1])
+        return {}
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    found = Hosts()
+    monkeypatch.setattr(attachment.ray, "nodes", found.nodes)
+    monkeypatch.setattr(attachment, "run_on_all", found.on_all)
+    return found
+
+
+def a_run(tmp_path, servers=2, **changes):
+    return RunAttachment(RayOptions(run=str(tmp_path / "run"), timeout=0.01, **changes), servers)
+
+
+def left_behind(tmp_path, keeps=True, losses=()):
+    """What a driver leaves that dies, with PSs on nodes "1" and "2"."""
+    run = a_run(tmp_path)
+    assert run.attach(PLAN) == PLAN
+    run.placed(SERVICE, SHARES, [place("1"), place("2")], dict(losses), MAP)
+    run.began(5)
+    if keeps:
+        run.keep([b"state"])
+    run.close()
+
+
+def test_the_next_driver_attaches_where_the_rows_are(tmp_path, hosts):
+    left_behind(tmp_path, losses={1: 3})
+    hosts.has = {"0": _Left(["ps-1.3"], []), "1": _Left(["ps-0", "ps-1.3"], []), "2": _Left(["ps-1"], [])}
+    run = a_run(tmp_path)
+    plan = run.attach(PLAN._replace(name="persia-ffffffff"))
+    assert (plan.name, plan.incarnation, plan.generation) == ("persia-0123abcd", 2, 5)
+    assert run.nodes == {0: "1", 1: "1"}  # Ray has started again on the second host, which is now two nodes.
+    assert run.losses == {0: 0, 1: 3}
+    assert run.shares == SHARES
+    assert bytes(run.left) == b"state"
+    run.check(SERVICE)
+    run.check(SERVICE._replace(mode=encode(persia.modes.Hybrid(2))))
+    for changes, what in (
+        ({"schema": persia.Schema([persia.IdFeature("id", 8)])}, "schema"),
+        ({"optimizer": persia.optim.SGD(lr=0.05), "seed": 8}, "embedding optimizer and seed"),
+    ):
+        with pytest.raises(ConfigError, match=f"another {what} than this program"):
+            run.check(SERVICE._replace(**changes))
+    assert not run.taken
+    run.keep([b"later"])
+    assert run.taken
+    assert hosts.removed == []
+
+
+def test_a_run_without_a_recovery_point_starts_over(tmp_path, hosts):
+    left_behind(tmp_path, keeps=False)
+    hosts.has = {"1": _Left(["ps-0"], [])}
+    run = a_run(tmp_path)
+    plan = run.attach(PLAN._replace(name="persia-ffffffff"))
+    assert (plan.name, plan.incarnation) == ("persia-ffffffff", 1)
+    assert (run.nodes, run.shares, run.left) == ({}, [], None)
+    assert run.taken
+    assert hosts.removed == ["persia-0123abcd/*"]
+
+
+def test_rows_that_are_missing_are_waited_for_and_named(tmp_path, hosts, caplog):
+    left_behind(tmp_path)
+    hosts.has = {"1": _Left(["ps-0"], [])}
+    run = a_run(tmp_path)
+    with pytest.raises(StoreError, match=r"has the rows of embedding PS 1 \(it was on 10\.0\.0\.2\)\. Start that host"):
+        run.attach(PLAN)
+    assert "Waiting" in caplog.text
+    assert not run.taken
+    hosts.has["2"] = _Left(["ps-1"], [])
+    assert run.attach(PLAN).incarnation == 2  # Again, after a failure.
+
+
+def test_roles_that_still_run_are_waited_for_and_named(tmp_path, hosts):
+    left_behind(tmp_path)
+    hosts.has = {"1": _Left(["ps-0", "ps-1"], ["/dev/shm/persia-0123abcd/ps-1"])}
+    with pytest.raises(DeadlineError, match=r"still have /dev/shm/persia-0123abcd/ps-1 open after 0\.01 s"):
+        a_run(tmp_path).attach(PLAN)
+
+
+def test_a_ps_that_replaces_a_lost_one_is_noted_with_the_next_recovery_point(tmp_path, hosts):
+    """Before, its rows may not be there yet: a driver that attached to it would lose them without a word."""
+    left_behind(tmp_path)
+    hosts.has = {"1": _Left(["ps-0", "ps-1"], [])}
+    run = a_run(tmp_path)
+    run.attach(PLAN)
+    run.placed(SERVICE, SHARES, [place("1"), place("1")], {1: 1}, MAP)
+    run.close()
+    run = a_run(tmp_path)
+    run.attach(PLAN)
+    assert run.losses == {0: 0, 1: 0}
+    run.placed(SERVICE, SHARES, [place("1"), place("1")], {1: 1}, MAP)
+    run.keep([b"state"])
+    run.close()
+    hosts.has = {"1": _Left(["ps-0", "ps-1.1"], [])}
+    run = a_run(tmp_path)
+    run.attach(PLAN)
+    assert run.losses == {0: 0, 1: 1}
+
+
+def test_a_run_that_was_scaled_goes_on_with_its_servers(tmp_path, hosts):
+    """A PS that joins is noted before rows move to it, and one that leaves is forgotten before it ends."""
+    left_behind(tmp_path)
+    hosts.has = {"1": _Left(["ps-0", "ps-1", "ps-2"], [])}
+    run = a_run(tmp_path)
+    assert run.attach(PLAN)[1:2] == (2,)
+    run.placed(SERVICE, [*SHARES, Shares({}, {})], [place("1")] * 3, {}, MAP, now=True)
+    run.close()
+    run = a_run(tmp_path)
+    plan = run.attach(PLAN)
+    assert (plan.servers, plan.buckets, run.nodes) == (3, MAP, dict.fromkeys(range(3), "1"))
+    assert run.shares == [*SHARES, Shares({}, {})]
+    run.placed(SERVICE, SHARES, [place("1")] * 2, {}, MAP.moved(3).moved(2), now=True)
+    run.close()
+    hosts.has = {"1": _Left(["ps-0", "ps-1"], [])}
+    plan = a_run(tmp_path).attach(PLAN)
+    assert (plan.servers, plan.buckets.version) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"servers": 3}, "ps = 3 instead of 2"), ({"regions": "/tmp"}, "regions = '/tmp' instead of '/dev/shm'")],
+)
+def test_another_program_is_refused(tmp_path, hosts, changes, message):
+    left_behind(tmp_path)
+    run = a_run(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message):
+        run.attach(PLAN)
+
+
+def test_a_run_that_ends_leaves_nothing(tmp_path, hosts):
+    left_behind(tmp_path)
+    hosts.has = {"1": _Left(["ps-0", "ps-1"], [])}
+    run = a_run(tmp_path)
+    run.attach(PLAN)
+    run.take()
+    run.forget()
+    run.remove_regions()
+    run.end()
+    assert hosts.removed == ["persia-0123abcd/*"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_of_a_run():
+    with pytest.raises(ConfigError, match="it needs regions"):
+        RayOptions(run="/runs/one", regions="")
+    with pytest.raises(ConfigError, match="it needs the path"):
+        RayOptions(run="")
