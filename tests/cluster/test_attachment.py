@@ -130,6 +130,7 @@ def test_a_ps_that_replaces_a_lost_one_is_noted_with_the_next_recovery_point(tmp
     run = a_run(tmp_path)
     run.attach(PLAN)
     run.placed(SERVICE, SHARES, [place("1"), place("1")], {1: 1}, MAP)
+    run.placed(SERVICE, SHARES, [place("1"), place("1")], {1: 1}, MAP, now=True)  # Nor before rows move.
     run.close()
     run = a_run(tmp_path)
     run.attach(PLAN)
@@ -149,6 +150,7 @@ def test_a_run_that_was_scaled_goes_on_with_its_servers(tmp_path, hosts):
     hosts.has = {"1": _Left(["ps-0", "ps-1", "ps-2"], [])}
     run = a_run(tmp_path)
     assert run.attach(PLAN)[1:2] == (2,)
+    run.placed(SERVICE, SHARES, [place("1")] * 2, {}, MAP)  # It waits for the next recovery point; the next one does not.
     run.placed(SERVICE, [*SHARES, Shares({}, {})], [place("1")] * 3, {}, MAP, now=True)
     run.close()
     run = a_run(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -48,7 +49,9 @@ def _left_here(root: str, name: str) -> _Left:
 
 
 class RunAttachment:
-    """A run with a directory: what its last driver has left, and what this one leaves. For one thread at a time.
+    """A run with a directory: what its last driver has left, and what this one leaves.
+
+    `placed`, `began` and `keep` are thread-safe; the other methods are for the thread that starts or closes the cluster.
 
     A driver that ends in order leaves nothing; one that dies leaves its rows, if it has kept a recovery point. So does
     one that has attached to rows and ends before it has taken over the run.
@@ -63,6 +66,8 @@ class RunAttachment:
         assert options.run is not None
         self._options = options
         self._servers = servers
+        self._lock = threading.RLock()
+        """Held while the layout changes."""
         self._folder: DriverFolder | None = None
         self._layout: RunLayout | None = None
         self._placed: dict[str, Any] = {}
@@ -157,23 +162,26 @@ class RunAttachment:
             places: their hosts, by rank.
             losses: see `server_directory`, by rank.
             buckets: the bucket map of the run.
-            now: whether to store it at once: before rows move to PSs that join, and before PSs end whose rows have
-                moved. Otherwise it is stored with the next recovery point: before, a PS that has replaced a lost one
-                may not have its rows yet.
+            now: whether to store it at once: PSs have attached to their rows, rows are about to move to PSs that join,
+                or PSs end whose rows have moved. Otherwise, and while a PS has replaced a lost one, it is stored with
+                the next recovery point: before, that PS may not have its rows yet.
         """
         servers = tuple(
             PlacedServer(place.node, place.host, losses.get(rank, 0), *shares[rank])
             for rank, place in enumerate(places)
         )
-        waits = bool(self._placed) or not now
-        self._placed = {"service": _described(service), "servers": servers, "buckets": buckets}
-        if not waits:
-            self._store_placed()
+        with self._lock:
+            assert self._layout is not None
+            replaced = any(new.losses != old.losses for new, old in zip(servers, self._layout.servers, strict=False))
+            self._placed = {"service": _described(service), "servers": servers, "buckets": buckets}
+            if now and not replaced:
+                self._store_placed()
 
     def began(self, generation: int) -> None:
         """Stores the generation before its NN workers begin: the next driver's are later ones."""
-        assert self._layout is not None
-        self._write(msgspec.structs.replace(self._layout, generation=generation))
+        with self._lock:
+            assert self._layout is not None
+            self._write(msgspec.structs.replace(self._layout, generation=generation))
 
     def remove_regions(self) -> None:
         """Removes what is left of the run on all hosts, after its processes have ended."""
@@ -229,10 +237,11 @@ class RunAttachment:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _store_placed(self) -> None:
-        if self._placed:
-            assert self._layout is not None
-            self._write(msgspec.structs.replace(self._layout, **self._placed))
-            self._placed = {}
+        with self._lock:
+            if self._placed:
+                assert self._layout is not None
+                self._write(msgspec.structs.replace(self._layout, **self._placed))
+                self._placed = {}
 
     def _write(self, layout: RunLayout) -> None:
         assert self._folder is not None

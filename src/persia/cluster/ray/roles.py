@@ -210,7 +210,8 @@ class Roles:
                 for role in ("embedding_worker", "data_loader"):
                     started += self.start_role(role, range(self.counts[role]))
                 processes.await_ready(started, self.options.timeout)
-                self.note_servers()
+                # PSs that have attached have their rows: the next driver must find the nodes of these.
+                self.note_servers(now=self.attachment is not None and bool(self.attachment.nodes))
                 self.send_feed()
             elif self.service != service:
                 raise ConfigError(
@@ -301,7 +302,7 @@ class Roles:
         return started
 
     def note_servers(self, count: int | None = None, now: bool = False) -> None:
-        """Notes where the PSs have their rows, for another driver.
+        """Notes where the PSs have their rows, for another driver; nothing while one of them is missing.
 
         Args:
             count: number of PSs, without those that are about to leave; None for all.
@@ -310,9 +311,12 @@ class Roles:
         if self.attachment is not None:
             assert self.service is not None
             processes, _, coordinator = self.started(check=False)
-            servers = processes.of("embedding_ps")[:count]
-            places = [process.info for process in servers if process.info is not None]
+            started = {p.rank: p.info for p in processes.of("embedding_ps") if p.info is not None}
+            ranks = range(self.counts["embedding_ps"] if count is None else count)
+            if not all(rank in started for rank in ranks):
+                return
             buckets = rpc.cast_to(BucketMaps, coordinator).map_state().buckets
+            places = [started[rank] for rank in ranks]
             self.attachment.placed(self.service, self._capacities, places, self._losses, buckets, now)
 
     def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
