@@ -94,7 +94,7 @@ class LocalSource:
         self._rest = rest
         self._following = position
         """Number of the next batch of `_rest`."""
-        self._stored_calls: dict[int, Batch | RegisteredBatch] = {}
+        self._kept: dict[int, Batch | RegisteredBatch] = {}
         self._failure: Exception | None = None
         """The error that ended `_rest`. It is kept, as a generator that has raised an error raises no other."""
         # The reading thread of a phase that was left may still be within `next` when the next phase's thread begins.
@@ -111,7 +111,7 @@ class LocalSource:
             return self._read(number)
 
     def _read(self, number: int) -> Batch | RegisteredBatch | None:
-        batch = self._stored_calls.get(number)
+        batch = self._kept.get(number)
         if batch is not None:
             return batch
         if number < self._following:
@@ -127,7 +127,7 @@ class LocalSource:
             for batch in self._rest:
                 self._following += 1
                 if self._following > number:
-                    self._stored_calls[number] = batch
+                    self._kept[number] = batch
                     return batch
         except Exception as error:
             self._failure = error
@@ -136,8 +136,8 @@ class LocalSource:
 
     def forget(self, below: int) -> None:
         """Forgets batches of lower numbers."""
-        for number in [n for n in list(self._stored_calls) if n < below]:
-            del self._stored_calls[number]
+        for number in [n for n in list(self._kept) if n < below]:
+            del self._kept[number]
         if self._state is not None:
             self._state.covered("training", below)
 
