@@ -105,7 +105,7 @@ def test_a_process_that_is_killed_holds_no_lock(path):
 
 
 def test_who_waited_for_the_lock_of_a_run_that_ended_locks_another_file(path, monkeypatch):
-    """Else it would hold a file that nobody else sees."""
+    """Else it would hold a file that nobody else sees. The end removes the directory, too."""
     first = DriverFolder(str(path))
     lock, ended = fcntl.flock, []
 
@@ -113,7 +113,6 @@ def test_who_waited_for_the_lock_of_a_run_that_ended_locks_another_file(path, mo
         if not ended:
             ended.append(True)
             first.end()
-            path.mkdir()
         lock(file, how)
 
     monkeypatch.setattr("persia.cluster.ray.driver_folder.fcntl.flock", late)
@@ -186,7 +185,7 @@ def test_a_write_that_a_death_interrupts_changes_nothing(path, monkeypatch):
     folder = DriverFolder(str(path))
 
     def dies(self: Path, target: Path) -> None:
-        raise OSError(5, "the host dies")
+        raise OSError(30, "the host dies")
 
     monkeypatch.setattr(Path, "replace", dies)
     with pytest.raises(PersiaError, match=r"cannot be written: .*RayOptions\.run"):
@@ -196,15 +195,16 @@ def test_a_write_that_a_death_interrupts_changes_nothing(path, monkeypatch):
     assert bytes(DriverFolder(str(path)).left) == b"state of the run"
 
 
-def test_a_full_file_system_is_waited_for(path, monkeypatch):
+@pytest.mark.parametrize("number", [28, 5, 116])
+def test_a_file_system_that_fails_for_a_while_is_waited_for(path, monkeypatch, number):
     folder = DriverFolder(str(path))
     folder.write_layout(RUN)
-    fsync, full = os.fsync, [True, True]
+    fsync, fails = os.fsync, [True, True]
 
     def sync(file: int) -> None:
-        if full:
-            full.pop()
-            raise OSError(28, "No space left on device")
+        if fails:
+            fails.pop()
+            raise OSError(number, os.strerror(number))
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", sync)

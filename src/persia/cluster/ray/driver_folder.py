@@ -39,7 +39,9 @@ NAME = re.compile(r"persia-[0-9a-f]{8,32}")
 LOCK_SECONDS = 10.0
 """Maximum seconds to wait for the lock: processes that a dead driver has forked may hold it for a moment."""
 FULL_SECONDS = 30.0
-"""Maximum seconds to wait for space on a full file system."""
+"""Maximum seconds to wait for space on a full file system, or for one that does not answer."""
+TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a full file system, and of a network file system whose server is restarting."""
 
 
 def server_directory(rank: int, losses: int) -> str:
@@ -159,7 +161,7 @@ class DriverFolder:
             self._owner = owner
 
     def write_layout(self, layout: RunLayout) -> None:
-        """Stores a layout. Blocks for at most `FULL_SECONDS` while the file system is full.
+        """Stores a layout. Blocks for at most `FULL_SECONDS` while the file system fails.
 
         Raises:
             PersiaError: it cannot be written.
@@ -169,7 +171,7 @@ class DriverFolder:
             self._layout = layout
 
     def keep(self, point: Sequence[Buffer]) -> None:
-        """Stores a recovery point in place of the last one. Blocks for at most `FULL_SECONDS` if there is no space.
+        """Stores a recovery point in place of the last one. Blocks for at most `FULL_SECONDS` if that fails.
 
         Args:
             point: the state, as a list of buffers.
@@ -216,7 +218,6 @@ class DriverFolder:
     def _locked(self, wait: float) -> int:
         """Takes the lock, which ends with the process that holds it, whatever ends that. Returns its file."""
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = retry(
                 self._try_lock,
                 transient=lambda error: isinstance(error, BlockingIOError | FileNotFoundError),
@@ -226,7 +227,9 @@ class DriverFolder:
         except BlockingIOError as error:
             raise PersiaError(
                 f"Another driver of the run in {self.path} is still running: {self._holder()}. Wait until it has "
-                "ended, or end it with SIGTERM; for a run of its own choose another directory for RayOptions.run.",
+                "ended, or end it with SIGTERM; for a run of its own choose another directory for RayOptions.run. If "
+                "its host is lost, a network file system releases the lock after its lease (NFSv4: about 90 s): start "
+                f"again then. If it never does, remove {self.path / LOCK}.",
                 path=str(self.path),
             ) from error
         except OSError as error:
@@ -240,6 +243,7 @@ class DriverFolder:
         return file
 
     def _try_lock(self) -> int:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # Each time: the end of another run may remove it.
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -336,11 +340,11 @@ class DriverFolder:
             os.close(directory)
 
     def _on_storage(self, path: Path, write: Callable[[], None]) -> None:
-        def full(error: Exception) -> bool:
-            return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        def passes(error: Exception) -> bool:
+            return isinstance(error, OSError) and error.errno in TRANSIENT
 
         try:
-            retry(write, transient=full, deadline=Deadline(FULL_SECONDS))
+            retry(write, transient=passes, deadline=Deadline(FULL_SECONDS))
         except OSError as error:
             raise PersiaError(
                 f"{path} cannot be written: {error.strerror}. Free space there, or choose another directory for "
