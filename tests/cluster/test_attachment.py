@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 
 import persia
-from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.errors import ConfigError, DeadlineError, PersiaError, StoreError
 from persia.modes import Sync, encode
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from persia.cluster.ray import attachment
+from persia.cluster.ray import attachment, driver_folder
 from persia.cluster.ray.attachment import RunAttachment, _Left
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.process_plan import Plan, ProcessInfo, Service
+from persia.ps.ownership import Ownership
+from persia.ps.regions import MANIFEST, OWNERSHIP, Regions
 from persia.ps.shares import Shares
 from persia.types import BucketMap
 
@@ -30,16 +32,20 @@ def place(node: str) -> ProcessInfo:
 
 
 class Hosts:
-    """Hosts of Ray; `has` is what they have, by node."""
+    """Hosts of Ray; `has` is what they have, by node, and `silent` the number of the next calls that fail."""
 
     def __init__(self) -> None:
         self.has: dict[str, _Left] = {}
         self.removed: list[str] = []
+        self.silent = 0
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": node, "Alive": True} for node in self.has]
 
     def on_all(self, nodes: Any, function: Any, timeout: float) -> dict[str, Any]:
+        if self.silent:
+            self.silent -= 1
+            raise PersiaError("no answer")
         if function.func is attachment._left_here:
             return {node: self.has[node] for node in nodes}
         self.removed.append(function.args[1])
@@ -55,7 +61,7 @@ def hosts(monkeypatch):
 
 
 def a_run(tmp_path, servers=2, **changes):
-    return RunAttachment(RayOptions(run=str(tmp_path / "run"), timeout=0.01, **changes), servers)
+    return RunAttachment(RayOptions(run=str(tmp_path / "run"), **{"timeout": 0.01, **changes}), servers)
 
 
 def left_behind(tmp_path, keeps=True, losses=()):
@@ -150,7 +156,9 @@ def test_a_run_that_was_scaled_goes_on_with_its_servers(tmp_path, hosts):
     hosts.has = {"1": _Left(["ps-0", "ps-1", "ps-2"], [])}
     run = a_run(tmp_path)
     assert run.attach(PLAN)[1:2] == (2,)
-    run.placed(SERVICE, SHARES, [place("1")] * 2, {}, MAP)  # It waits for the next recovery point; the next one does not.
+    run.placed(
+        SERVICE, SHARES, [place("1")] * 2, {}, MAP
+    )  # It waits for the next recovery point; the next one does not.
     run.placed(SERVICE, [*SHARES, Shares({}, {})], [place("1")] * 3, {}, MAP, now=True)
     run.close()
     run = a_run(tmp_path)
@@ -173,6 +181,79 @@ def test_another_program_is_refused(tmp_path, hosts, changes, message):
     run = a_run(tmp_path, **changes)
     with pytest.raises(ConfigError, match=message):
         run.attach(PLAN)
+
+
+def test_a_run_without_a_recovery_point_takes_other_options(tmp_path, hosts):
+    left_behind(tmp_path, keeps=False)
+    hosts.has = {"1": _Left([], [])}
+    assert a_run(tmp_path, servers=3).attach(PLAN) == PLAN
+
+
+def test_the_newest_map_of_the_servers_is_that_of_the_run(tmp_path, hosts):
+    """The coordinator's file may be lost with the host of the dead driver."""
+    left_behind(tmp_path)
+    later = MAP.emptied([1])
+    maps = {"ps-0": later, "ps-1": MAP, "ps-9": later.moved(2)}
+    hosts.has = {"1": _Left(["ps-0", "ps-1", "ps-9"], [], maps)}
+    assert a_run(tmp_path).attach(PLAN).buckets == later
+
+
+def test_maps_are_read_from_regions(tmp_path):
+    for rank in range(3):
+        directory = tmp_path / "persia-0123abcd" / f"ps-{rank}"
+        directory.mkdir(parents=True)
+        (directory / MANIFEST).touch()
+    Regions(str(tmp_path / "persia-0123abcd" / "ps-1")).remember_ownership(Ownership(MAP.emptied([1])))
+    (tmp_path / "persia-0123abcd" / "ps-2" / OWNERSHIP).write_text("{")
+    left = attachment._left_here(str(tmp_path), "persia-0123abcd")
+    assert sorted(left.complete) == ["ps-0", "ps-1", "ps-2"]
+    assert left.maps == {"ps-1": MAP.emptied([1])}
+
+
+def test_a_host_that_does_not_answer_is_asked_again(tmp_path, hosts):
+    left_behind(tmp_path)
+    hosts.has = {"1": _Left(["ps-0", "ps-1"], [])}
+    hosts.silent = 1
+    run = a_run(tmp_path, timeout=60.0)
+    assert run.attach(PLAN).incarnation == 2
+    run.close()
+    hosts.silent = 2**20
+    run = a_run(tmp_path)
+    with pytest.raises(PersiaError, match="no answer"):
+        run.attach(PLAN)
+
+
+@pytest.mark.parametrize("call", [lambda run: run.keep([b"later"]), lambda run: run.began(9)])
+def test_a_write_that_fails_leaves_the_run(tmp_path, hosts, monkeypatch, call):
+    run = a_run(tmp_path)
+    run.attach(PLAN)
+    monkeypatch.setattr(driver_folder.os, "fsync", refused)
+    with pytest.raises(PersiaError, match="cannot be written"):
+        call(run)
+    assert run.taken  # There is nothing from which another driver could go on.
+    monkeypatch.undo()
+    run.keep([b"state"])
+    monkeypatch.setattr(driver_folder.os, "fsync", refused)
+    with pytest.raises(PersiaError, match="cannot be written"):
+        call(run)
+    assert not run.taken
+    monkeypatch.undo()
+    run.keep([b"state"])
+    assert run.taken
+
+
+def refused(file: int) -> None:
+    raise OSError(30, "Read-only file system")
+
+
+def test_hosts_that_do_not_answer_do_not_hold_back_the_end(tmp_path, hosts, caplog):
+    run = a_run(tmp_path)
+    run.attach(PLAN)
+    hosts.silent = 1
+    run.remove_regions()
+    assert "Remove /dev/shm/persia-0123abcd there with `persia cluster regions --clean`" in caplog.text
+    run.end()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_ends_leaves_nothing(tmp_path, hosts):

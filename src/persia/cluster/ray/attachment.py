@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ __all__ = ["RunAttachment"]
 LOG = get_logger("persia.cluster")
 
 POLL_SECONDS = 0.2
+REMOVE_SECONDS = 10.0
+"""Maximum seconds to remove rows at the end of a run."""
 
 
 class _Left(NamedTuple):
@@ -35,26 +38,37 @@ class _Left(NamedTuple):
     Attributes:
         complete: names of the directories to which a PS can attach.
         in_use: paths of what a process still has open.
+        maps: bucket maps of PSs whose rows have moved, by name of the directory.
     """
 
     complete: list[str]
     in_use: list[str]
+    maps: Mapping[str, BucketMap] = {}
 
 
 def _left_here(root: str, name: str) -> _Left:
     """Returns what this host has of a run."""
     found = leftovers(root, f"{name}/*")
-    complete = [one.path.rpartition("/")[2] for one in found if Regions(one.path).complete]
-    return _Left(complete, [one.path for one in found if one.in_use])
+    complete: list[str] = []
+    maps: dict[str, BucketMap] = {}
+    for one in found:
+        directory, regions = one.path.rpartition("/")[2], Regions(one.path)
+        if regions.complete:
+            complete.append(directory)
+            with contextlib.suppress(msgspec.MsgspecError):  # The PS names the damaged file.
+                if (own := regions.ownership) is not None:
+                    maps[directory] = own.buckets
+    return _Left(complete, [one.path for one in found if one.in_use], maps)
 
 
 class RunAttachment:
     """A run with a directory: what its last driver has left, and what this one leaves.
 
-    `placed`, `began` and `keep` are thread-safe; the other methods are for the thread that starts or closes the cluster.
+    `placed`, `began` and `keep` are thread-safe; the other methods are for the thread that starts or closes the
+    cluster.
 
     A driver that ends in order leaves nothing; one that dies leaves its rows, if it has kept a recovery point. So does
-    one that has attached to rows and ends before it has taken over the run.
+    one that has attached to rows and ends before it has taken over the run, or fails as storage does.
     Implements `persia.services.RecoveryPoints`.
 
     Args:
@@ -72,11 +86,14 @@ class RunAttachment:
         self._layout: RunLayout | None = None
         self._placed: dict[str, Any] = {}
         """Fields of the layout that are not stored yet."""
+        self._has_point = False
+        """Whether there is a recovery point on storage."""
         self._path = options.run
         self.nodes: dict[int, str] = {}
         """Ray node that has the rows of a PS, by rank; empty in a new run."""
         self.taken = True
-        """Whether the run is this driver's: it is new, or the trainer has taken over the one that was left."""
+        """Whether `close` ends the run: it is new, or the trainer has taken over the one that was left. False once a file
+        of the run could not be written, until a recovery point is: the same command may go on from the last one."""
 
     # --- for the roles ------------------------------------------------------------------------------------------
 
@@ -94,11 +111,13 @@ class RunAttachment:
         self.close()  # Of an attempt that has failed.
         folder = self._folder = DriverFolder(self._path)
         before = folder.layout
+        self._has_point = folder.left is not None
         if before is not None:
-            self._check_options(before)
             if folder.left is not None:
+                self._check_options(before)
                 self.taken = False
-                self.nodes = self._await_rows(before)
+                found = self._await(before, needs_rows=True)
+                self.nodes = {rank: self._node(found, rank, one) or "" for rank, one in enumerate(before.servers)}
                 self._write(msgspec.structs.replace(before, incarnation=before.incarnation + 1))
                 LOG.warning(
                     "The driver of the run in %s has died. This one attaches to the rows of %s, and continues from the "
@@ -109,12 +128,14 @@ class RunAttachment:
                 return plan._replace(
                     name=before.name,
                     servers=len(before.servers) or plan.servers,
-                    buckets=before.buckets,
+                    buckets=self._newest_map(before, found),
                     incarnation=before.incarnation + 1,
                     generation=before.generation,
                 )
-            self._await_end(before)
-            self._remove_regions(before)  # It died before anything was trained from which another could go on.
+            self._await(before, needs_rows=False)
+            self._remove_regions(
+                before, self._options.timeout
+            )  # It died before anything was trained from which another could go on.
         self._write(RunLayout(FORMAT, plan.name, self._options.regions, self._servers))
         return plan
 
@@ -184,9 +205,22 @@ class RunAttachment:
             self._write(msgspec.structs.replace(self._layout, generation=generation))
 
     def remove_regions(self) -> None:
-        """Removes what is left of the run on all hosts, after its processes have ended."""
-        if self._layout is not None:
-            self._remove_regions(self._layout)
+        """Removes what is left of the run on all hosts, after its processes have ended; logs where it could not.
+
+        Blocks for at most `REMOVE_SECONDS`.
+        """
+        run = self._layout
+        if run is None:
+            return
+        try:
+            self._remove_regions(run, REMOVE_SECONDS)
+        except PersiaError as error:
+            LOG.warning(
+                "%s\nRows of the run may be left on a host. Remove %s/%s there with `persia cluster regions --clean`.",
+                error.message,
+                run.regions,
+                run.name,
+            )
 
     def end(self) -> None:
         """Removes the files of the run: no other driver goes on with it. Idempotent."""
@@ -226,11 +260,13 @@ class RunAttachment:
         assert self._folder is not None
         assert self._layout is not None
         self._store_placed()
-        self._folder.keep(point)
-        self.taken = True
+        with self._left_if_it_fails():
+            self._folder.keep(point)
+        self.taken = self._has_point = True
 
     def forget(self) -> None:
         """Removes the recovery point, before rows are removed: nobody attaches to a part of them."""
+        self._has_point = False
         if self._folder is not None:
             self._folder.forget()
 
@@ -245,8 +281,19 @@ class RunAttachment:
 
     def _write(self, layout: RunLayout) -> None:
         assert self._folder is not None
-        self._folder.write_layout(layout)
+        with self._left_if_it_fails():
+            self._folder.write_layout(layout)
         self._layout = layout
+
+    @contextlib.contextmanager
+    def _left_if_it_fails(self) -> Iterator[None]:
+        """Leaves the run to another driver if a file of it cannot be written, as its last recovery point is intact."""
+        try:
+            yield
+        except PersiaError:
+            if self._has_point:
+                self.taken = False
+            raise
 
     def _check_options(self, before: RunLayout) -> None:
         given = {"ps": (self._servers, before.asked), "regions": (self._options.regions, before.regions)}
@@ -260,18 +307,17 @@ class RunAttachment:
                 field="cluster",
             )
 
-    def _await_rows(self, run: RunLayout) -> dict[int, str]:
-        """Waits until all rows of a run are there and free; returns the nodes that have them, by rank."""
-        found = self._await(run, needs_rows=True)
-        return {rank: self._node(found, rank, server) or "" for rank, server in enumerate(run.servers)}
-
-    def _await_end(self, run: RunLayout) -> None:
-        self._await(run, needs_rows=False)
-
     def _await(self, run: RunLayout, *, needs_rows: bool) -> dict[str, _Left]:
+        """Waits until nothing of a run is in use, and all its rows are there if needed; returns what each node has."""
         deadline, warned = Deadline(self._options.timeout), False
         while True:
-            found = self._look(run)
+            try:
+                found = self._look(run, max(deadline.left, POLL_SECONDS))
+            except PersiaError:  # A host that has just died may still be in Ray's list.
+                if deadline.passed:
+                    raise
+                time.sleep(POLL_SECONDS)
+                continue
             in_use = {path: node for node, left in found.items() for path in left.in_use}
             lost = {
                 rank: server.host
@@ -287,10 +333,10 @@ class RunAttachment:
                 warned = True
             time.sleep(POLL_SECONDS)
 
-    def _look(self, run: RunLayout) -> dict[str, _Left]:
+    def _look(self, run: RunLayout, timeout: float) -> dict[str, _Left]:
         """Returns what each living host has of a run, by node."""
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        return run_on_all(nodes, partial(_left_here, run.regions, run.name), self._options.timeout)
+        return run_on_all(nodes, partial(_left_here, run.regions, run.name), timeout)
 
     def _node(self, found: Mapping[str, _Left], rank: int, server: PlacedServer) -> str | None:
         """Returns the node that has the rows of a PS: the one of before, if it is still the same Ray."""
@@ -298,6 +344,17 @@ class RunAttachment:
         if server.node in having:
             return server.node
         return having[rank % len(having)] if having else None  # Several only if they are nodes of one host.
+
+    def _newest_map(self, run: RunLayout, found: Mapping[str, _Left]) -> BucketMap | None:
+        """Returns the newest map of a run, for a coordinator whose file is lost.
+
+        PSs may have a later one than was noted, but none that was not committed.
+        """
+        maps = [run.buckets] if run.buckets is not None else []
+        for rank, server in enumerate(run.servers):
+            name = server.directory(rank)
+            maps += [left.maps[name] for left in found.values() if name in left.maps]
+        return max(maps, key=lambda one: one.version, default=None)
 
     def _late(self, run: RunLayout, in_use: Mapping[str, str], lost: Mapping[int, str]) -> PersiaError:
         if in_use:
@@ -314,9 +371,9 @@ class RunAttachment:
             ranks=list(lost),
         )
 
-    def _remove_regions(self, run: RunLayout) -> None:
+    def _remove_regions(self, run: RunLayout, timeout: float) -> None:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        run_on_all(nodes, partial(remove_leftovers, run.regions, f"{run.name}/*"), self._options.timeout)
+        run_on_all(nodes, partial(remove_leftovers, run.regions, f"{run.name}/*"), timeout)
 
 
 def _described(service: Service) -> str:
