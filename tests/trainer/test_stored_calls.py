@@ -7,7 +7,9 @@ import torch
 import persia
 from persia.checkpoint.packing import pack
 from persia.checkpoint.tensors import encode
-from persia.errors import ConfigError, PersiaError
+from persia.errors import ConfigError, PersiaError, RoleDiedError
+from persia.services import Attempt
+from persia.trainer.driver import Driver
 from persia.trainer.progress import TrainedRows
 from persia.trainer.run_state import captured
 from persia.trainer.stored_calls import StoredCalls
@@ -87,6 +89,53 @@ def test_the_state_comes_back_to_the_bit():
     assert point.state.trained == TrainedRows(280, 1.5)
     assert following.left is None
     assert other.metrics.result() == trained.metrics.result()
+
+
+class Cluster:
+    """A cluster on which no NN worker comes up, or whose data loaders get no data; one that trains if `sends`."""
+
+    def __init__(self, sends=None, dies=0):
+        self.sends = sends
+        self.dies = dies
+
+    def feed(self, *arguments):
+        pass
+
+    def attempt(self, work, halting, keep):
+        if self.dies:
+            self.dies -= 1
+            death = RoleDiedError("NN worker 0 has died.", role="nn_worker", rank=0)
+            return Attempt({}, [death], None)
+        if self.sends is not None:
+            keep(self.sends)
+        raise PersiaError("no NN worker")
+
+
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_driver_that_fails_before_anything_works_leaves_the_run(dies):
+    """Not even the same state is stored again: that takes the run over, so that the end removes its rows."""
+    trained, points = trainer(), Points()
+    kept = StoredCalls(points, ["click"])
+    kept.begin(trained.step, trained.state)
+    trained.fit(reader(), max_steps=4)
+    kept.keep(0, state_of(trained), TrainedRows(160, 1.0))
+
+    def goes_on(cluster, left):
+        other = trainer()
+        calls = StoredCalls(left, ["click"])
+        following = Driver(cluster, trainer, other.step, other.state, [], other.declared, calls)
+        with pytest.raises(PersiaError, match="no NN worker"):
+            following.fit(reader(), None, {"epochs": 1, "max_steps": 7}, lambda: False)
+
+    left = points.of_next_driver()
+    goes_on(Cluster(dies=dies), left)
+    assert left.kept is None
+    left = points.of_next_driver()
+    goes_on(Cluster(sends=state_of(trained), dies=dies), left)
+    assert StoredCalls(left.of_next_driver(), ["click"]).left.state.trained == TrainedRows(160, 1.0)
+    new = Points()
+    goes_on(Cluster(), new)
+    assert new.kept is not None  # From its beginning a new run has a recovery point.
 
 
 def test_calls_that_have_ended_return_their_numbers_and_the_last_one_goes_on():

@@ -180,12 +180,18 @@ class Driver:
         if point is not None:
             first_step, before, restarted = point.first_step, point.state.trained, True
 
+        stored = point is not None
+        """Whether the state is still the one on storage: the run is ours once NN workers have sent a later one."""
+
         def keep(state: RunState) -> None:
+            nonlocal stored
+            stored = False
             if calls is not None:
                 calls.keep(first_step, state, total_of(before, state.trained))
 
         while True:
-            keep(state)
+            if not stored:
+                keep(state)
             training, position = state.training, state.training["position"]
             progress = msgspec.convert(training["data"], DataProgress).at_rest(position)
             number = progress.number if progress.current is None else progress.current.number
@@ -200,6 +206,7 @@ class Driver:
             if not attempt.deaths:
                 break
             restarted = True
+            stored = stored and not any(isinstance(result, _Survived) for result in attempt.results.values())
             state, how = _after_deaths(attempt, state, self._declared.schema.labels)
             log.add(attempt.deaths, how)
             self._reload_servers(attempt.deaths)
