@@ -152,6 +152,8 @@ def test_a_coordinator_of_another_driver_knows_nobody_any_more(tmp_path):
     first.join("embedding_ps", 0, "tcp://127.0.0.1:1")
     first.join("embedding_worker", 0, "tcp://127.0.0.1:2")
     first.depart("embedding_worker", 0, 1, "killed")
+    first.join("embedding_worker", 1, "tcp://127.0.0.1:3")
+    first.depart("embedding_worker", 1, 1)
     assert first.begins
     again = CoordinatorServer(path=path)  # Restarted: its driver is the same.
     assert not again.begins
@@ -163,9 +165,10 @@ def test_a_coordinator_of_another_driver_knows_nobody_any_more(tmp_path):
     assert [(m.state, m.address, m.reason) for m in members] == [
         ("dead", "", "its driver died"),
         ("dead", "", "killed"),
+        ("dead", "", ""),  # It had left.
     ]
     assert later.join("embedding_ps", 0, "tcp://127.0.0.1:1").incarnation == 2
     restarted = CoordinatorServer(path=path, incarnation=2, generation=1)
-    assert [m.state for m in restarted.membership().members] == ["alive", "dead"]
+    assert [m.state for m in restarted.membership().members] == ["alive", "dead", "dead"]
     assert restarted.regenerate(2) == 2
     assert CoordinatorServer(path=str(tmp_path / "lost"), incarnation=3, generation=9).regenerate(1) == 10

@@ -83,7 +83,8 @@ class CoordinatorServer:
         if self.begins:
             self._generation = max(self._generation, generation)
             for key, member in self._members.items():
-                reason = member.reason or "its driver died"
+                has_left = member.state == "dead" and not member.reason  # It needs no rows: a PS of its rank has none.
+                reason = "" if has_left else member.reason or "its driver died"
                 self._members[key] = member._replace(state="dead", address="", reason=reason)
             with self._changed:
                 self._change()
