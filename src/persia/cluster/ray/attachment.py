@@ -92,8 +92,10 @@ class RunAttachment:
         self.nodes: dict[int, str] = {}
         """Ray node that has the rows of a PS, by rank; empty in a new run."""
         self.taken = True
-        """Whether `close` ends the run: it is new, or the trainer has taken over the one that was left. False once a file
-        of the run could not be written, until a recovery point is: the same command may go on from the last one."""
+        """Whether `close` ends the run: it is new, or the trainer has taken over the one that was left.
+
+        False once a file could not be written, until a recovery point is: the same command may go on from the last one.
+        """
 
     # --- for the roles ------------------------------------------------------------------------------------------
 

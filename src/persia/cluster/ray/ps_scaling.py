@@ -76,6 +76,7 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object]) -> Non
         except BaseException:
             with contextlib.suppress(PersiaError):
                 if added and maps.withdraw_map(after):
+                    roles.note_servers(before, now=True)  # The next driver does not look for those that leave.
                     roles.remove_servers(added)
             raise
         assert roles.processes is not None
@@ -257,6 +258,8 @@ class _Watch:
     def _begin_rounds(self) -> None:
         _, plan, coordinator = self._roles.started()
         generation = coordinator.regenerate(self._roles.counts["nn_worker"])
+        if self._roles.attachment is not None:
+            self._roles.attachment.began(generation)
         self._connection = WorkerConnection(coordinator, plan, generation=generation, begin_rounds=True)
         rounds = self._connection.connection.rounds
         assert isinstance(rounds, MapRounds)
