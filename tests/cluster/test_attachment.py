@@ -12,10 +12,10 @@ from persia.modes import Sync, encode
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from persia.cluster.ray import attachment, driver_folder
+from persia.cluster.ray import attachment, driver_folder, server_host
 from persia.cluster.ray.attachment import RunAttachment, _Left
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.process_plan import Plan, ProcessInfo, Service
+from persia.cluster.ray.process_plan import Plan, ProcessInfo, ServerSeat, Service
 from persia.ps.ownership import Ownership
 from persia.ps.regions import MANIFEST, OWNERSHIP, Regions
 from persia.ps.shares import Shares
@@ -254,6 +254,15 @@ def test_hosts_that_do_not_answer_do_not_hold_back_the_end(tmp_path, hosts, capl
     assert "Remove /dev/shm/persia-0123abcd there with `persia cluster regions --clean`" in caplog.text
     run.end()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("losses", [0, 1])
+def test_a_ps_whose_rows_are_gone_does_not_start_without_them(tmp_path, monkeypatch, losses):
+    monkeypatch.setattr(server_host.Host, "__init__", lambda self, plan, rank: vars(self).update(plan=plan, rank=rank))
+    monkeypatch.setattr(server_host.EmbeddingServerHost, "_predecessor", lambda self: ("", True, MAP))
+    plan = PLAN._replace(options=RayOptions(regions=str(tmp_path)))
+    with pytest.raises(StoreError, match="PS 1 died with its driver, and its rows are not on this host"):
+        server_host.EmbeddingServerHost(plan, 1, SERVICE, SHARES[1], losses, ServerSeat(1, 0, attaches=True))
 
 
 def test_a_run_that_ends_leaves_nothing(tmp_path, hosts):

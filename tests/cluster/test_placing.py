@@ -17,7 +17,7 @@ from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.placement import read_place
 from persia.cluster.ray.placing import Placer
 from persia.cluster.ray.runs import Replacement
-from persia.errors import ConfigError, DeadlineError, RoleDiedError
+from persia.errors import ConfigError, DeadlineError, RoleDiedError, StoreError
 from persia.memory import Memory
 from support.cluster_samples import eventually
 
@@ -83,6 +83,22 @@ def test_what_a_process_reserves(hosts):
     found = placed.actor_options("data_loader", 0)
     assert found.pop("scheduling_strategy").soft
     assert found == {"num_cpus": 0.5}
+
+
+@pytest.mark.parametrize("place", [{}, {"ps": {"CPU": 1}}])
+def test_rows_of_a_dead_driver_on_a_host_that_dies_are_named(hosts, place):
+    """Anywhere else the PS would start without them."""
+    placed = Placer(read_place(place), RayOptions(run="/runs/one"))
+    placed.pin({0: "b", 1: "a"})
+    placed.lay_out(COUNTS)
+    placed.reserve("embedding_ps", range(2))
+    assert placed.server_nodes(2) == ["b", "a"]
+    assert placed.actor_options("embedding_ps", 0)["scheduling_strategy"].node_id == "b"
+    hosts.living.pop()
+    with pytest.raises(StoreError, match=r"PS 0 are on Ray node b, .*Start that host again.*remove /runs/one"):
+        placed.reserve("embedding_ps", range(2))
+    placed.unpin([0])  # Its rows are loaded from a checkpoint.
+    placed.reserve("embedding_ps", range(2))
 
 
 def test_labels_hold_where_ray_restarts_a_process(hosts):

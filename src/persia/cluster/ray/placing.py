@@ -15,7 +15,7 @@ from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.placement import Place
 from persia.cluster.ray.process_plan import node_of, place
 from persia.cluster.ray.processes import run_on_all
-from persia.errors import ConfigError, PersiaError
+from persia.errors import ConfigError, PersiaError, StoreError
 from persia.memory import host_memory
 from persia.retry import Deadline
 from persia.telemetry.logs import get_logger
@@ -100,7 +100,11 @@ class Placer:
         Raises:
             ConfigError: a process cannot be placed; the message lists the hosts and what each has.
             PersiaError: a host did not report its memory.
+            StoreError: a PS is pinned to a host that is gone.
         """
+        if role == "embedding_ps":
+            for rank in ranks:
+                self._pinned_node(rank)
         layout = self._layout
         if layout is None:
             return
@@ -123,8 +127,15 @@ class Placer:
                     warned = True
             time.sleep(POLL_SECONDS)
 
+    def unpin(self, ranks: Collection[int]) -> None:
+        """Lets PSs go to any node, as their rows are lost, or at others."""
+        for rank in ranks:
+            self._pinned.pop(rank, None)
+
     def release(self, role: str, ranks: Collection[int]) -> None:
         """Removes processes that have ended permanently."""
+        if role == "embedding_ps":
+            self.unpin(ranks)
         if self._layout is not None:
             self._layout.release(role, ranks)
 
@@ -132,7 +143,7 @@ class Placer:
         """Returns the ids of the nodes of the PSs, by rank."""
         layout = self._layout
         if layout is None:
-            return [self._pinned_node(rank) or node_of(rank) for rank in range(count)]
+            return [self._pinned.get(rank) or node_of(rank) for rank in range(count)]
         return [layout.node_of("embedding_ps", rank) or "" for rank in range(count)]
 
     def row_hosts(self) -> list[str]:
@@ -186,9 +197,18 @@ class Placer:
         return ray_options
 
     def _pinned_node(self, rank: int) -> str | None:
-        """Returns the node to which a PS is pinned, if it lives; without it, its rows are lost."""
+        """Returns the node to which a PS is pinned, or None. Raises StoreError if it is gone: elsewhere are no rows."""
         node = self._pinned.get(rank)
-        return node if node is not None and any(living.id == node for living in ray_nodes()) else None
+        if node is not None and all(living.id != node for living in ray_nodes()):
+            raise StoreError(
+                f"The rows of embedding PS {rank} are on Ray node {node}, which has died. Start that host again, `ray "
+                "start` on it, and run the same command. If its memory is lost, start over from the last checkpoint: "
+                f"remove {self._options.run} and the rows of the run on each host with `persia cluster regions "
+                "--clean`.",
+                rank=rank,
+                node=node,
+            )
+        return node
 
     def _nodes(self, demand: RoleDemand) -> list[RayNode]:
         """Returns the living hosts, with their free memory for regions if the role demands any."""

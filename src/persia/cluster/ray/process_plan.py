@@ -87,10 +87,12 @@ class ServerSeat(NamedTuple):
     Attributes:
         neighbours: number of PSs on the host, including this one.
         position: number of PSs on the host with a lower rank.
+        attaches: whether its rows are on the host already, as a dead driver has left them.
     """
 
     neighbours: int
     position: int
+    attaches: bool = False
 
 
 def seat_of(rank: int, nodes: Sequence[str]) -> ServerSeat:

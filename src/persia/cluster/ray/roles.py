@@ -88,6 +88,8 @@ class Roles:
         self._capacities: list[Shares] = []
         self._losses: dict[int, int] = {}
         """How many times embedding PSs had lost their rows when a PS last started without any, by its rank."""
+        self._attaches: set[int] = set()
+        """Ranks of PSs that must have the rows that a dead driver has left."""
 
     # --- starting -----------------------------------------------------------------------------------------------
 
@@ -112,6 +114,7 @@ class Roles:
                 if self.attachment is not None:
                     plan = self.attachment.attach(plan)
                     self.placer.pin(self.attachment.nodes)
+                    self._attaches = set(self.attachment.nodes)
                     self._losses = self.attachment.losses
                     self.counts["embedding_ps"] = plan.servers
                 self.placer.lay_out(self.counts)
@@ -289,6 +292,7 @@ class Roles:
             processes.end(list(servers))
             leave()  # Those that have just joined.
             self.placer.release("embedding_ps", ranks)
+            self._attaches.difference_update(ranks)
             self.counts["embedding_ps"] = min([self.counts["embedding_ps"], *ranks])
 
     def start_servers(self, ranks: Collection[int], service: Service, count: int | None = None) -> list[Process]:
@@ -297,7 +301,8 @@ class Roles:
         nodes = self.placer.server_nodes(count or self.counts["embedding_ps"])
         started = []
         for rank in ranks:
-            arguments = (service, self._capacities[rank], self._losses.get(rank, 0), seat_of(rank, nodes))
+            seat = seat_of(rank, nodes)._replace(attaches=rank in self._attaches)
+            arguments = (service, self._capacities[rank], self._losses.get(rank, 0), seat)
             started.append(self._start(EmbeddingServerHost, "embedding_ps", rank, *arguments, max_restarts=restarts))
         return started
 
@@ -364,6 +369,8 @@ class Roles:
         with self.lock:
             assert self.processes is not None
             assert self.service is not None
+            self.placer.unpin(ranks)
+            self._attaches.difference_update(ranks)
             self.placer.reserve("embedding_ps", ranks)
             self.processes.forget_failures("embedding_ps")
             processes, _, _ = self.started()

@@ -35,9 +35,9 @@ class EmbeddingServerHost(Host):
         spills = [table.spill for table in schema.resolved_tables().values() if table.spill is not None]
         self._roots = list(dict.fromkeys([plan.options.regions, *spills])) if plan.options.regions else []
         address, has_left, buckets = self._predecessor()
-        if losses and (regions is None or not Regions(regions).complete):
+        if not seat.attaches and losses and (regions is None or not Regions(regions).complete):
             address = ""  # The first process after a loss of rows: it has no rows, and no caller has its address.
-        if address:
+        if address or seat.attaches:
             self._check_rows(address, regions)
         elif has_left or (losses and regions is not None and not Regions(regions).complete):
             # The previous process does not return; its rows are no longer needed.
@@ -98,9 +98,11 @@ class EmbeddingServerHost(Host):
         return "", False, buckets
 
     def _check_rows(self, address: str, regions: str | None) -> None:
-        if regions is None or not address.startswith(self.origin) or not Regions(regions).complete:
+        moved = address and not address.startswith(self.origin)
+        if regions is None or moved or not Regions(regions).complete:
+            died = f"at {address}" if address else "with its driver"
             raise StoreError(
-                f"{self!r} died at {address}, and its rows are not on this host: they were lost with the process or "
+                f"{self!r} died {died}, and its rows are not on this host: they were lost with the process or "
                 "its host. Continue from the last checkpoint.",
                 rank=self.rank,
                 address=address,
