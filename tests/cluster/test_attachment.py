@@ -12,7 +12,7 @@ from persia.modes import Sync, encode
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from persia.cluster.ray import attachment, driver_folder, server_host
+from persia.cluster.ray import attachment, cluster, driver_folder, server_host
 from persia.cluster.ray.attachment import RunAttachment, _Left
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.process_plan import Plan, ProcessInfo, ServerSeat, Service
@@ -263,6 +263,44 @@ def test_a_ps_whose_rows_are_gone_does_not_start_without_them(tmp_path, monkeypa
     plan = PLAN._replace(options=RayOptions(regions=str(tmp_path)))
     with pytest.raises(StoreError, match="PS 1 died with its driver, and its rows are not on this host"):
         server_host.EmbeddingServerHost(plan, 1, SERVICE, SHARES[1], losses, ServerSeat(1, 0, attaches=True))
+
+
+class Reader:
+    """A connection of the driver to `count` PSs."""
+
+    def __init__(self, count):
+        self.servers = self
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def resize(self, count):
+        self.count = count
+
+    def reconnect(self):
+        pass
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_the_driver_follows_a_move_that_one_before_had_ordered(tmp_path, monkeypatch, servers):
+    driver = persia.cluster.Ray(ps=2, options=RayOptions(run=str(tmp_path / "run")))
+    noted = []
+    driver._connections.append(Reader(2))
+    monkeypatch.setattr(driver._roles, "note_servers", lambda now: noted.append(now))
+    monkeypatch.setattr(cluster, "bucket_map", lambda _: MAP)
+    driver._follow_earlier_order()
+    assert noted == []
+    monkeypatch.setattr(cluster, "bucket_map", lambda _: MAP.moved(servers))
+    with driver._roles.moving:
+        driver._follow_earlier_order()
+    assert noted == []
+    driver._follow_earlier_order()
+    assert (noted, len(driver._connections[0])) == ([True], servers)
+    driver._follow_earlier_order()
+    assert noted == [True]
+    driver._connections.clear()
+    driver.close()
 
 
 def test_a_run_that_ends_leaves_nothing(tmp_path, hosts):

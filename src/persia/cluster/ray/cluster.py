@@ -212,13 +212,14 @@ class Ray:
                     "commit": roles.feed.commit,
                 }
                 if recovery is None:
-                    return results(processes, calls, operations)
-                assert roles.tokens is not None
-                recovery.replacement = Replacement(
-                    processes, roles.tokens, generation, roles.start_nn_worker, self.options.timeout
-                )
-                operations["save_recovery_point"] = recovery.save
-                return results(processes, calls, operations, recovery.replacement, halting)
+                    done = results(processes, calls, operations)
+                else:
+                    assert roles.tokens is not None
+                    recovery.replacement = Replacement(
+                        processes, roles.tokens, generation, roles.start_nn_worker, self.options.timeout
+                    )
+                    operations["save_recovery_point"] = recovery.save
+                    done = results(processes, calls, operations, recovery.replacement, halting)
             except ray.exceptions.RayActorError as error:
                 roles.end_run()
                 raise RoleDiedError(
@@ -227,6 +228,8 @@ class Ray:
             except BaseException:
                 roles.end_run()
                 raise
+            self._follow_earlier_order()
+            return done
         finally:
             roles.running.release()
 
@@ -330,6 +333,19 @@ class Ray:
         for connection in self._connections:
             connection.reconnect()
             connection.servers.resize(buckets.servers)
+
+    def _follow_earlier_order(self) -> None:
+        """Continues with the PSs of a move that NN workers have completed, and a driver that has died had ordered."""
+        roles = self._roles
+        if roles.attachment is None or not roles.moving.acquire(blocking=False):  # Whoever moves rows follows the map.
+            return
+        try:
+            servers = bucket_map(roles).servers
+            if any(len(connection.servers) != servers for connection in self._connections):
+                self._follow_map()
+                roles.note_servers(now=True)
+        finally:
+            roles.moving.release()
 
     def _answer_requests(self) -> None:
         if not self._answers:
