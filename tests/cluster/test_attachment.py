@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from persia.modes import Sync, encode
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from persia.cluster.ray import attachment, cluster, driver_folder, server_host
+from persia.cluster.ray import attachment, cluster, driver_folder, ps_scaling, server_host
+from persia.cluster.ray import roles as roles_module
 from persia.cluster.ray.attachment import RunAttachment, _Left
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.process_plan import Plan, ProcessInfo, ServerSeat, Service
@@ -263,6 +265,46 @@ def test_a_ps_whose_rows_are_gone_does_not_start_without_them(tmp_path, monkeypa
     plan = PLAN._replace(options=RayOptions(regions=str(tmp_path)))
     with pytest.raises(StoreError, match="PS 1 died with its driver, and its rows are not on this host"):
         server_host.EmbeddingServerHost(plan, 1, SERVICE, SHARES[1], losses, ServerSeat(1, 0, attaches=True))
+
+
+def test_the_generation_of_a_move_between_two_runs_is_stored(monkeypatch):
+    """Else PSs would refuse the rounds of the next driver, if the coordinator's file is lost with this one's host."""
+    began = []
+    coordinator = SimpleNamespace(regenerate=lambda nn_workers: 6)
+    roles = SimpleNamespace(
+        started=lambda: (None, PLAN, coordinator),
+        counts={"nn_worker": 1},
+        attachment=SimpleNamespace(began=began.append),
+    )
+
+    def connect(*arguments, **settings):
+        assert began == [settings["generation"]] == [6]
+        raise PersiaError("far enough")
+
+    monkeypatch.setattr(ps_scaling, "WorkerConnection", connect)
+    with pytest.raises(PersiaError, match="far enough"):
+        ps_scaling._Watch(roles, None, MAP, [])._begin_rounds()
+
+
+def test_servers_are_noted_by_rank_and_only_together(monkeypatch):
+    noted = []
+    processes = [SimpleNamespace(rank=rank, info=info) for rank, info in ((0, place("1")), (1, None), (2, place("3")))]
+    roles = SimpleNamespace(
+        attachment=SimpleNamespace(placed=lambda *arguments: noted.append(arguments[2])),
+        service=SERVICE,
+        started=lambda check: (SimpleNamespace(of=lambda role: processes), PLAN, None),
+        counts={"embedding_ps": 3},
+        _capacities=SHARES,
+        _losses={},
+    )
+    maps = SimpleNamespace(map_state=lambda: SimpleNamespace(buckets=MAP))
+    monkeypatch.setattr(roles_module.rpc, "cast_to", lambda protocol, stub: maps)
+    roles_module.Roles.note_servers(roles)
+    assert noted == []
+    roles_module.Roles.note_servers(roles, 1)
+    processes[1].info = place("2")
+    roles_module.Roles.note_servers(roles)
+    assert noted == [[place("1")], [place("1"), place("2"), place("3")]]
 
 
 class Reader:
