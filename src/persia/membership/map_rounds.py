@@ -5,6 +5,7 @@ docs/reference/moves.md specifies it: rules are numbered as there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -31,7 +32,10 @@ LOG = get_logger("persia.cluster")
 T = TypeVar("T")
 
 WATCH_SECONDS = 0.25
-"""Interval of asking for an order, and for the progress of donors."""
+"""Interval of asking for the progress of donors."""
+
+IDLE_SECONDS = 1.0
+"""Interval of asking for an order."""
 
 SHORT_SECONDS = 0.5
 """Duration of a donor's pass after which its last difference is short enough to pause training for it."""
@@ -62,7 +66,9 @@ class MapRounds:
         timeout: seconds after which a call that must succeed is given up, which ends the run.
 
     Attributes:
-        busy: returns whether a checkpoint reads the rows; a move is not finished meanwhile.
+        busy: returns whether a checkpoint reads the rows; a move is not finished meanwhile, nor before each donor has
+            made a pass after it.
+        ended: returns whether nobody waits for the rounds any more: then calls are not repeated.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class MapRounds:
         self._generation = generation
         self._timeout = timeout
         self.busy: Callable[[], bool] = lambda: False
+        self.ended: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         """Held while donors are watched, and while a round is made."""
         self._number = 0
@@ -88,6 +95,10 @@ class MapRounds:
         """The next map, for which donors have begun to send their rows."""
         self._ready: BucketMap | None = None
         """The next map, once little is left to send."""
+        self._passes: dict[int, int] = {}
+        """By donor, the passes after which another one is needed, as a checkpoint has read the rows."""
+        self._disturbed = False
+        """Whether a checkpoint has been seen since donors were last asked."""
         self._watched = False
         """Whether orders have been asked for in this generation."""
         self._not_before = 0.0
@@ -101,7 +112,9 @@ class MapRounds:
     @property
     def ready(self) -> bool:
         """Whether a move needs training to quiesce now."""
-        return self._ready is not None and not self.busy()
+        if self.busy():  # Afterwards donors send all rows again: not while training is quiesced.
+            self._disturbed = True
+        return self._ready is not None and not self._disturbed
 
     def follow(self, servers: int) -> None:
         """Continues with this number of PSs."""
@@ -114,7 +127,7 @@ class MapRounds:
     # --- while training goes on -----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed.wait(WATCH_SECONDS):
+        while not self._closed.wait(IDLE_SECONDS if self._begun is None else WATCH_SECONDS):
             try:
                 with self._lock:
                     if not self._closed.is_set():
@@ -145,24 +158,37 @@ class MapRounds:
             if self._begun is not None or after is None:
                 self._cancel(self._map.version + 1)
             self._watched = True
+            self._given_up, self._not_before = 0, 0.0
         if after is None or time.monotonic() < self._not_before:
             return
         members = self._servers.members()
-        if any(number not in members for number in range(max(after.servers, self._map.servers))):
-            return  # They have joined, as the order comes after that, but this process does not know it yet.
+        unknown = [number for number in range(max(after.servers, self._map.servers)) if number not in members]
+        if unknown:  # They have joined, as the order comes after that, but this process does not know it yet.
+            self._problem = f"NN worker 0 does not know yet that embedding PS {unknown[0]} has joined"
+            self._report(MoveProgress(after.version, problem=self._problem, gave_up=self._given_up))
+            return
         if after != self._begun and self.busy():
             return  # Donors would wait until rows of an earlier map are removed, and so would the next round.
+        if after != self._begun:
+            self._passes = {}
         self._begun = after
         donors = _donors(self._map, after)
         statuses = call_all([functools.partial(_movable(members[donor]).begin_move, after) for donor in donors])
         self._problem = next((status.error for status in statuses if status.error), "")
-        self._ready = after if all(map(_nearly_done, statuses)) else None
+        passes = {donor: status.passes for donor, status in zip(donors, statuses, strict=True)}
+        if self.busy() or self._disturbed:
+            self._passes, self._disturbed = passes, False
+        else:  # One that has restarted counts from 0.
+            self._passes = {donor: min(count, passes[donor]) for donor, count in self._passes.items()}
+        passed = all(passes[donor] > count for donor, count in self._passes.items())
+        self._ready = after if passed and all(map(_nearly_done, statuses)) else None
         self._report(
             MoveProgress(
                 after.version,
                 min((status.passes for status in statuses), default=0),
                 sum(status.rows for status in statuses),
                 problem=self._problem,
+                gave_up=self._given_up,
             )
         )
 
@@ -200,8 +226,9 @@ class MapRounds:
             if self._map is None:
                 self._map = self._coordinator.map_state().buckets
             self._number += 1
-            number, after, before = Round(self._generation, self._number), self._ready, self._map
-            if after is not None and not self.busy() and self._finish(number, before, after):
+            after, before = self._ready if self.ready else None, self._map
+            number = Round(self._generation, self._number)
+            if after is not None and self._finish(number, before, after):
                 self._map = after
             self._adopt(number, self._map, mode, step)
             self._servers.resize(self._map.servers)
@@ -213,7 +240,8 @@ class MapRounds:
                 self._coordinator.map_adopted(self._generation, self._map.version)
             if self._map != before:
                 pause = time.monotonic() - began
-                self._report(self._progress._replace(pause_seconds=pause, problem=""))
+                with contextlib.suppress(PersiaError):  # It only informs: the map is adopted.
+                    self._report(self._progress._replace(pause_seconds=pause, problem=""))
                 LOG.info(
                     "Step %d: all embedding PSs have bucket map %d, of %d PSs, after a pause of %.3f s.",
                     step, self._map.version, self._map.servers, pause,
@@ -238,7 +266,8 @@ class MapRounds:
             return False
         # From here on it cannot: the answer is awaited.
         commit = functools.partial(self._coordinator.commit_map, number, after)
-        if self._until_answered(commit):
+        # A closed connection to the coordinator does not come back, other than that to a PS.
+        if self._until_answered(commit, tuple(kind for kind in UNREACHABLE if kind is not ClosedError)):
             return True
         self._give_up("the coordinator does not want it any more")
         return False
@@ -249,6 +278,8 @@ class MapRounds:
         self._not_before = time.monotonic() + min(AGAIN_SECONDS * 2**self._given_up, LONGEST_SECONDS)
         self._given_up += 1
         self._problem = reason
+        with contextlib.suppress(PersiaError):
+            self._report(self._progress._replace(problem=reason, gave_up=self._given_up))
 
     def _adopt(self, number: Round, buckets: BucketMap, mode: Mode | None, step: int) -> None:
         """Has all PSs adopt a map, also those that join or leave; returns once all have answered."""
@@ -258,10 +289,10 @@ class MapRounds:
 
         self._until_answered(adopt)
 
-    def _until_answered(self, call: Callable[[], T]) -> T:
+    def _until_answered(self, call: Callable[[], T], errors: tuple[type[Exception], ...] = UNREACHABLE) -> T:
         return retry(
             call,
-            transient=lambda error: isinstance(error, UNREACHABLE) and not self._closed.is_set(),
+            transient=lambda error: isinstance(error, errors) and not self._closed.is_set() and not self.ended(),
             deadline=Deadline(self._timeout),
             backoff=Backoff(0.1, 1.0),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import tempfile
 import threading
@@ -125,7 +126,7 @@ class RowMove:
         while (info := self._snapshots.begin_after_others(name, self._numbers, tempfile.gettempdir())) is None:
             if stop.wait(CHECKPOINT_SECONDS):
                 return
-        sent = 0
+        before, sent = self._status, 0
         try:
             if info.whole:  # Also after a pass that failed, or a checkpoint.
                 self._begin_copy()
@@ -138,17 +139,21 @@ class RowMove:
                 for server, part in self._by_recipient(chunk):
                     self._send(server, rows=[part])
                     sent += len(part.arrays["ids"])
+                    self._status = before._replace(rows=before.rows + sent)
             if last:
                 self._send_last()
+        except BaseException:
+            self._status = before
+            raise
         finally:
             self._snapshots.end(name)
         self._numbers = dict(info.numbers)
-        status = self._status
-        self._status = status._replace(
-            passes=status.passes + 1,
-            rows=status.rows + sent,
+        again = info.whole and before.passes > 0  # The next pass is of another size.
+        self._status = before._replace(
+            passes=before.passes + 1,
+            rows=before.rows + sent,
             last_rows=sent,
-            seconds=time.monotonic() - began,
+            seconds=math.inf if again else time.monotonic() - began,
             error="",
         )
 

@@ -41,9 +41,9 @@ class MoveStatus(NamedTuple):
     Attributes:
         version: version of the bucket map for which they move; -1 if none do.
         passes: number of complete passes. The first one sends all rows, each later one what has changed since.
-        rows: number of rows sent in all passes.
+        rows: number of rows sent in all passes, and in the current one so far.
         last_rows: number of rows sent in the last complete pass.
-        seconds: duration of that pass.
+        seconds: duration of that pass; infinite if it had to send all rows again, as after a checkpoint.
         complete: whether the last difference, after `finish_move`, has been sent.
         error: why the rows could not be sent the last time; empty if they could.
     """
@@ -184,9 +184,10 @@ class MoveProgress(NamedTuple):
     Attributes:
         version: version of the bucket map for which rows move; -1 if none do.
         passes: number of complete passes of all donors.
-        rows: number of rows that they have sent in all passes.
+        rows: number of rows that they have sent in all passes, also in those that are not complete yet.
         pause_seconds: time for which training was paused until all PSs had adopted the map; 0 before.
         problem: why the move waits or was given up; empty if it does not.
+        gave_up: how many times NN worker 0 has given it up in this generation; it tries again.
     """
 
     version: int = -1
@@ -194,6 +195,7 @@ class MoveProgress(NamedTuple):
     rows: int = 0
     pause_seconds: float = 0.0
     problem: str = ""
+    gave_up: int = 0
 
 
 class MapState(NamedTuple):

@@ -101,7 +101,9 @@ class Processes:
         self._thread = threading.Thread(target=self._watch, name="persia-watch", daemon=True)
         self._thread.start()
 
-    def start(self, host: type, role: str, rank: int, arguments: Sequence[Any], **options: Any) -> Process:
+    def start(
+        self, host: type, role: str, rank: int, arguments: Sequence[Any], *, expendable: bool = False, **options: Any
+    ) -> Process:
         """Starts a process. Returns immediately."""
         handle = (
             ray.remote(host)
@@ -111,6 +113,7 @@ class Processes:
             .remote(*arguments)
         )
         process = Process(role, rank, handle, bool(options.get("max_restarts")))
+        process.expendable = expendable
         with self._changed:
             self._processes.append(process)
         return process
@@ -135,6 +138,11 @@ class Processes:
         """
         deadline = Deadline(timeout)
         for process in processes:
+            ready: list[Any] = []
+            while not ready and not deadline.passed:
+                ready, _ = ray.wait([process.readiness], timeout=min(WATCH_SECONDS, deadline.left))
+                if died := self.expended(processes):
+                    raise died[0]
             try:
                 process.info = ray.get(process.readiness, timeout=deadline.left)
             except GetTimeoutError as error:

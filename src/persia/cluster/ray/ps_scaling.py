@@ -16,7 +16,7 @@ from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.processes import Process
 from persia.cluster.ray.roles import Roles
 from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError
-from persia.membership.map_rounds import MapRounds
+from persia.membership.map_rounds import MOST_PASSES, MapRounds
 from persia.retry import Deadline
 from persia.services import BucketMaps, MapState, MoveProgress
 from persia.telemetry.logs import get_logger
@@ -27,6 +27,9 @@ __all__ = ["answer_requests", "bucket_map", "move_rows", "scale_servers"]
 LOG = get_logger("persia.cluster")
 
 POLL_SECONDS = 0.1
+
+MOST_TRIES = 5
+"""Number of times that a move may be given up, or copies of all rows begin again, before the order is withdrawn."""
 
 REQUEST_SECONDS = 2.0
 """Maximum time that a call for the next request waits at the coordinator."""
@@ -50,7 +53,7 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object]) -> Non
 
     Raises:
         ConfigError: a PS cannot be placed, or tables have a declared capacity and PSs were to leave.
-        DeadlineError: rows have not moved for `RayOptions.timeout`; the order is withdrawn.
+        DeadlineError: the move has not advanced for `RayOptions.timeout`, or was given up 5 times; it is withdrawn.
         RoleDiedError: a new PS could not start, or died.
     """
     with roles.moving:
@@ -70,17 +73,20 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object]) -> Non
         if count < before:
             _check_leaving(roles)
         added = roles.add_servers(count) if count > before else []
-        after = bucket_map(roles).moved(count)
+        after: BucketMap | None = None
         try:
+            after = bucket_map(roles).moved(count)
             _move(roles, maps, after, added)
         except BaseException:
             with contextlib.suppress(PersiaError):
-                if added and maps.withdraw_map(after):
-                    roles.note_servers(before, now=True)  # The next driver does not look for those that leave.
-                    roles.remove_servers(added)
+                if after is None or maps.withdraw_map(after):
+                    if added:
+                        roles.note_servers(before, now=True)  # The next driver does not look for those that leave.
+                        roles.remove_servers(added)
+                else:
+                    _need_servers(roles, after)
             raise
-        assert roles.processes is not None
-        roles.processes.need(added)
+        _need_servers(roles, after)
         follow()
         roles.note_servers(count, now=True)
         if count < before:
@@ -93,7 +99,7 @@ def move_rows(roles: Roles, after: BucketMap) -> None:
     Raises:
         ConfigError: the map is for another number of PSs, or tables have a declared capacity.
         StaleMapError: the map does not follow the current one.
-        DeadlineError: rows have not moved for `RayOptions.timeout`; the order is withdrawn.
+        DeadlineError: the move has not advanced for `RayOptions.timeout`, or was given up 5 times; it is withdrawn.
     """
     with roles.moving:
         if roles.service is None:
@@ -163,10 +169,18 @@ def _check_leaving(roles: Roles) -> None:
 def _settle(roles: Roles, maps: BucketMaps) -> None:
     """Waits until an earlier move is over: until all PSs have adopted the map, and no order is left."""
     state = maps.map_state()
+    _need_servers(roles, state.buckets)
     if state.ordered is not None:
         maps.withdraw_map(state.ordered)
     if (state := maps.map_state()).adopted < state.buckets.version:
         _Watch(roles, maps, state.buckets, []).wait()
+    _need_servers(roles, state.buckets)
+
+
+def _need_servers(roles: Roles, buckets: BucketMap) -> None:
+    """Notes that training needs the PSs of a map: those that have joined own rows."""
+    processes, _, _ = roles.started(check=False)
+    processes.need([process for process in processes.of("embedding_ps") if process.rank < buckets.servers])
 
 
 def _move(roles: Roles, maps: BucketMaps, after: BucketMap, added: Sequence[Process]) -> None:
@@ -193,7 +207,10 @@ class _Watch:
         self._maps = maps
         self._after = after
         self._added = added
-        self._seen: tuple[MapState, float] | None = None
+        self._progress: MoveProgress | None = None
+        self._step: tuple[BucketMap, int] | None = None
+        self._rows = self._gave_up = self._repeated = 0
+        self._problem = ""
         self._rounds: MapRounds | None = None
         self._connection: WorkerConnection | None = None
 
@@ -201,37 +218,62 @@ class _Watch:
         """Blocks until all PSs have adopted the map.
 
         Raises:
-            DeadlineError: rows have not moved for `RayOptions.timeout`; the order is withdrawn.
+            DeadlineError: the move has not advanced for `RayOptions.timeout`, or was given up 5 times; it is withdrawn.
             RoleDiedError: a PS that has joined has died permanently; the order is withdrawn. Or a process that training
                 needs has died.
         """
         try:
             deadline = Deadline(self._roles.options.timeout)
-            progress: tuple[MoveProgress, BucketMap] | None = None
             while (state := self._maps.map_state()).adopted < self._after.version:
-                if (seen := (state.progress, state.buckets)) != progress:
-                    progress, deadline = seen, Deadline(self._roles.options.timeout)
+                if self._advances(state):
+                    deadline = Deadline(self._roles.options.timeout)
                 self._check(state, deadline)
                 self._make_round()
                 time.sleep(POLL_SECONDS)
         finally:
             self._end_rounds()
 
+    def _advances(self, state: MapState) -> bool:
+        """Returns whether the move is nearer to its end, or has begun again, than when it was last asked for."""
+        progress = state.progress
+        if progress.version != self._after.version:  # Of the move before.
+            progress = MoveProgress(self._after.version)
+        before, self._progress = self._progress, progress
+        self._problem = progress.problem or self._problem
+        again = before is not None and progress.gave_up > before.gave_up
+        if again:
+            self._gave_up += 1
+        # Passes never end if enough rows change; the rows of the first one are counted.
+        step = state.buckets, min(progress.passes, MOST_PASSES + 1)
+        if again or step != self._step:
+            self._step, self._rows = step, progress.rows
+            return True
+        if progress.passes > 0 or progress.rows == self._rows:
+            return False
+        if progress.rows < self._rows:  # A donor sends all its rows again.
+            self._repeated += 1
+        self._rows = progress.rows
+        return self._repeated < MOST_TRIES
+
     def _check(self, state: MapState, deadline: Deadline) -> None:
         processes, _, _ = self._roles.started(check=False)
         if state.buckets == self._after:
             processes.need(self._added)
-            return
-        died = processes.expended(self._added)
-        if (died or deadline.passed) and self._maps.withdraw_map(self._after):
-            if died:
-                raise died[0]
-            why = f" The last problem: {state.progress.problem}." if state.progress.problem else ""
-            raise DeadlineError(
-                f"Rows have not moved to bucket map {self._after.version} for {deadline.seconds:g} s; the order is "
-                f"withdrawn.{why} Check that training makes progress, and that it is a Trainer's.",
-                seconds=deadline.seconds,
-            )
+        else:
+            died = processes.expended(self._added)
+            given_up = self._gave_up >= MOST_TRIES
+            if (died or given_up or deadline.passed) and self._maps.withdraw_map(self._after):
+                if died:
+                    raise died[0]
+                why = f" The last problem: {self._problem}." if self._problem else ""
+                what = (
+                    f"was given up {MOST_TRIES} times" if given_up else f"has not advanced for {deadline.seconds:g} s"
+                )
+                raise DeadlineError(
+                    f"The move of rows to bucket map {self._after.version} {what}; the order is withdrawn.{why} Check "
+                    "that training makes progress, and that it is a Trainer's.",
+                    seconds=deadline.seconds,
+                )
         if deadline.passed:
             raise DeadlineError(
                 f"Bucket map {self._after.version} was not adopted by all embedding PSs within {deadline.seconds:g} s. "
@@ -263,6 +305,7 @@ class _Watch:
         self._connection = WorkerConnection(coordinator, plan, generation=generation, begin_rounds=True)
         rounds = self._connection.connection.rounds
         assert isinstance(rounds, MapRounds)
+        rounds.ended = lambda: self._roles.closed
         self._rounds = rounds
         rounds.make(None, 0)
 

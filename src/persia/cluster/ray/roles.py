@@ -263,12 +263,13 @@ class Roles:
                     self.service, self.placer.server_nodes(count), self.options, self.placer.server_memory()
                 )
                 self._capacities[ranks.start :] = capacities[ranks.start :]
-                started = self.start_servers(ranks, self.service, count)
-                for process in started:
-                    process.expendable = True
+                started = self.start_servers(ranks, self.service, count, expendable=True)
                 processes.await_ready(started, self.options.timeout)
             except BaseException:
-                self.remove_servers(started)
+                try:
+                    self.remove_servers(started)
+                finally:
+                    self.placer.release("embedding_ps", ranks)
                 raise
             self.counts["embedding_ps"] = count
             self.note_servers(now=True)
@@ -295,7 +296,9 @@ class Roles:
             self._attaches.difference_update(ranks)
             self.counts["embedding_ps"] = min([self.counts["embedding_ps"], *ranks])
 
-    def start_servers(self, ranks: Collection[int], service: Service, count: int | None = None) -> list[Process]:
+    def start_servers(
+        self, ranks: Collection[int], service: Service, count: int | None = None, expendable: bool = False
+    ) -> list[Process]:
         """Starts PSs, of `count` PSs. If their rows outlive their processes, they restart on the same host."""
         restarts = self.options.restarts if self.options.regions else 0
         nodes = self.placer.server_nodes(count or self.counts["embedding_ps"])
@@ -303,7 +306,8 @@ class Roles:
         for rank in ranks:
             seat = seat_of(rank, nodes)._replace(attaches=rank in self._attaches)
             arguments = (service, self._capacities[rank], self._losses.get(rank, 0), seat)
-            started.append(self._start(EmbeddingServerHost, "embedding_ps", rank, *arguments, max_restarts=restarts))
+            options = {"max_restarts": restarts, "expendable": expendable}
+            started.append(self._start(EmbeddingServerHost, "embedding_ps", rank, *arguments, **options))
         return started
 
     def note_servers(self, count: int | None = None, now: bool = False) -> None:
