@@ -42,7 +42,7 @@ def test_the_driver_answers(job, error, monkeypatch):
     driver = threading.Thread(target=drive)
     driver.start()
     if error:
-        with pytest.raises(PersiaError, match=f"keeps its numbers of processes: {error}"):
+        with pytest.raises(PersiaError, match=f"have changed: {error}"):
             invoke(address, "ps=4")
     else:
         assert f"The run at {address} has ps=4, data_loaders=2." in invoke(address, "ps=4", "data_loaders=2")

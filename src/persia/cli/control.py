@@ -96,16 +96,28 @@ def scale(
             raise ConfigError(f"Invalid {count!r}; expected ROLE=N, such as ps=4.", field="counts")
         numbers[name] = int(number)
     run = rpc.connect(address, BucketMaps, peer="the run", timeout=CONTROL_SECONDS)
-    ticket, rows = secrets.token_hex(8), -1
+    ticket = secrets.token_hex(8)
+    began, told = time.monotonic(), False
     try:
+        last = run.map_state().progress  # Perhaps of the move before.
         while not (request := run.request_scale(ticket, numbers)).answered:
-            progress = run.map_state().progress
-            if "ps" in numbers and progress.rows != rows and progress.version >= 0:
-                rows = progress.rows
-                say(f"{rows:,} rows are copied to other embedding PSs.")
+            state = run.map_state()
+            if state.ordered is not None and state.progress.version == state.ordered.version:
+                if state.progress != last and state.progress.rows != last.rows:
+                    say(f"{state.progress.rows:,} rows are copied to other embedding PSs.")
+                last = state.progress
+            if not told and state.ordered is None and time.monotonic() - began > CONTROL_SECONDS:
+                told = True
+                say(
+                    f"The driver of the run at {address} has not answered for {CONTROL_SECONDS:g} s. It may be "
+                    "starting processes; check that it is alive. Ctrl-C ends only the waiting."
+                )
             time.sleep(POLL_SECONDS)
     finally:
         rpc.close(run)
     if request.error:
-        raise PersiaError(f"The run at {address} keeps its numbers of processes: {request.error}")
+        raise PersiaError(
+            f"The run at {address} does not have all these numbers of processes; those before the one that failed may "
+            f"have changed: {request.error}"
+        )
     say(f"The run at {address} has {', '.join(f'{name}={number}' for name, number in numbers.items())}.")

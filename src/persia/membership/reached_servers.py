@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar, overload
 
+from persia import rpc
 from persia.errors import DeadlineError
-from persia.rpc.fan_out import call_all
+from persia.membership.directory import UNREACHABLE
+from persia.rpc.fan_out import try_all
 from persia.services import EmbeddingPS
 from persia.types import BucketMap, Member, Membership
 
@@ -17,6 +19,9 @@ __all__ = ["ReachedServers"]
 T = TypeVar("T")
 
 ROLE = "embedding_ps"
+
+ASK_SECONDS = 5.0
+"""Deadline of the question for a bucket map: a PS that does not answer is left out."""
 
 
 class ReachedServers(Sequence[EmbeddingPS]):
@@ -91,8 +96,20 @@ class ReachedServers(Sequence[EmbeddingPS]):
             return {number: stub for number, (_, stub) in sorted(self._reached.items())}
 
     def current(self) -> tuple[BucketMap, list[EmbeddingPS]]:
-        """Returns the newest bucket map that a PS has, and the PSs of this map. Blocks for a call to each PS."""
-        maps = call_all([functools.partial(server.buckets) for server in self.members().values()])
+        """Returns the newest bucket map of the PSs that answer, and the PSs of this map. Blocks for a call to each PS.
+
+        Raises:
+            PersiaError: no PS answers, or a PS of the map did not join in time.
+        """
+        seconds = min(ASK_SECONDS, self._timeout)
+        asked = [rpc.within(server, seconds) for server in self.members().values()]
+        answers = try_all([functools.partial(server.buckets) for server in asked], UNREACHABLE)
+        maps = [answer for answer in answers if not isinstance(answer, Exception)]
+        if not maps:
+            raise next(
+                (answer for answer in answers if isinstance(answer, Exception)),
+                DeadlineError("No embedding PS has joined yet. Check their log lines.", role=ROLE),
+            )
         newest = max(maps, key=lambda buckets: buckets.version)
         return newest, [self.reach(number) for number in range(newest.servers)]
 

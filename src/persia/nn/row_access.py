@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from persia import batching
 from persia.batching.computed_ids import mapped_ids
 from persia.batching.id_columns import id_column
-from persia.errors import ConfigError, DataError, StaleMapError
+from persia.errors import ClosedError, ConfigError, DataError, StaleMapError
 from persia.retry import Deadline, retry
 from persia.rpc.fan_out import call_all
 from persia.schema import IdFeature, IdKind, IdMapping, Quotient, Schema, Table
@@ -56,14 +56,18 @@ class RowAccess:
         """The PS of each bucket of ids."""
         return self._servers[0].buckets()
 
-    def _by_map(self, call: Callable[[], T]) -> T:
+    def _by_map(self, call: Callable[[BucketMap], T]) -> T:
         """Makes a call whose ids are routed by the map; again by the newer map while rows move to other PSs."""
 
         def refused(error: Exception) -> bool:
+            if isinstance(error, ClosedError):  # Its PS has left; or all connections are closed, which this call meets.
+                self._servers[0].buckets()
+            elif not isinstance(error, StaleMapError):
+                return False
             self.__dict__.pop("_buckets", None)
-            return isinstance(error, StaleMapError)
+            return True
 
-        return retry(call, transient=refused, deadline=Deadline(MOVE_SECONDS))
+        return retry(lambda: call(self._buckets), transient=refused, deadline=Deadline(MOVE_SECONDS))
 
     def read(self, table: str, ids: ArrayLike, state: bool) -> StoredRows:
         """Reads rows by id, as they are now: nothing is admitted, touched or counted.
@@ -82,13 +86,13 @@ class RowAccess:
         """
         declared = self._table(table)
         keys = self.ids(table, ids)
-        return self._by_map(lambda: self._read(declared, keys, state))
+        return self._by_map(lambda buckets: self._read(buckets, declared, keys, state))
 
-    def _read(self, declared: Table, keys: Ids, state: bool) -> StoredRows:
+    def _read(self, buckets: BucketMap, declared: Table, keys: Ids, state: bool) -> StoredRows:
         table = declared.name
-        rounds = list(self._rounds(declared, keys)) or [[(self._servers[0], np.empty(0, np.int64))]]
+        rounds = list(self._rounds(buckets, declared, keys)) or [[(self._servers[0], np.empty(0, np.int64))]]
         parts: list[StoredRows] = []
-        version = self._buckets.version
+        version = buckets.version
         for asked in rounds:
             parts += call_all(
                 [functools.partial(s.read_rows, table, keys[places], state, version) for s, places in asked]
@@ -131,11 +135,11 @@ class RowAccess:
         keys = self.ids(table, ids)
         rows = _checked_values(declared, keys, values)
         checked = None if state is None else _checked_state(declared, len(keys), state)
-        return self._by_map(lambda: self._set(declared, keys, rows, checked))
+        return self._by_map(lambda buckets: self._set(buckets, declared, keys, rows, checked))
 
-    def _set(self, declared: Table, keys: Ids, rows: Floats, checked: RowState | None) -> RowsSet:
+    def _set(self, buckets: BucketMap, declared: Table, keys: Ids, rows: Floats, checked: RowState | None) -> RowsSet:
         done = RowsSet(0, 0, 0)
-        for asked in self._rounds(declared, keys):
+        for asked in self._rounds(buckets, declared, keys):
             calls = [
                 functools.partial(
                     server.set_rows,
@@ -144,7 +148,7 @@ class RowAccess:
                     keys[places],
                     rows[places],
                     None if checked is None else _state_at(checked, places),
-                    self._buckets.version,
+                    buckets.version,
                 )
                 for server, places in asked
             ]
@@ -196,14 +200,14 @@ class RowAccess:
 
     def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
         """Returns by table whether each id has a row; one call to each PS."""
-        return self._by_map(lambda: self._contains(ids))
+        return self._by_map(lambda buckets: self._contains(buckets, ids))
 
-    def _contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
-        servers = self._servers_of_map()
+    def _contains(self, buckets: BucketMap, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
+        servers = self._servers_of(buckets)
         if len(servers) == 1:
-            return dict(servers[0].contains(Packed.of(ids, np.uint64), self._buckets.version))
+            return dict(servers[0].contains(Packed.of(ids, np.uint64), buckets.version))
         present = {table: np.zeros(len(of_table), np.bool_) for table, of_table in ids.items()}
-        owners = {table: batching.owners(table, of_table, self._buckets) for table, of_table in ids.items()}
+        owners = {table: batching.owners(table, of_table, buckets) for table, of_table in ids.items()}
         owned = [
             {table: np.flatnonzero(owner == number) for table, owner in owners.items()}
             for number in range(len(servers))
@@ -211,7 +215,7 @@ class RowAccess:
         asked = [Packed.of({table: ids[table][at] for table, at in places.items()}, np.uint64) for places in owned]
         answers = call_all(
             [
-                functools.partial(server.contains, ids_of_server, self._buckets.version)
+                functools.partial(server.contains, ids_of_server, buckets.version)
                 for server, ids_of_server in zip(servers, asked, strict=True)
             ]
         )
@@ -230,9 +234,9 @@ class RowAccess:
                     totals[name] = totals.get(name, 0) + value
         return total
 
-    def _servers_of_map(self) -> Sequence[EmbeddingPS]:
-        """Returns the PSs of the map. Raises StaleMapError while this process does not know all of them yet."""
-        servers, buckets = list(self._servers), self._buckets
+    def _servers_of(self, buckets: BucketMap) -> Sequence[EmbeddingPS]:
+        """Returns the PSs of a map. Raises StaleMapError while this process does not know all of them yet."""
+        servers = list(self._servers)
         if len(servers) != buckets.servers:
             raise StaleMapError(
                 f"Bucket map {buckets.version} has {buckets.servers} embedding PSs, and this process knows "
@@ -247,11 +251,11 @@ class RowAccess:
             raise ConfigError(f"There is no table {name!r}; the schema has {', '.join(self._tables)}.", field="table")
         return self._tables[name]
 
-    def _rounds(self, table: Table, ids: Ids) -> Iterator[list[tuple[EmbeddingPS, Int64Array]]]:
+    def _rounds(self, buckets: BucketMap, table: Table, ids: Ids) -> Iterator[list[tuple[EmbeddingPS, Int64Array]]]:
         """Yields PSs to ask at the same time, with places of ids that each owns; many places take several rounds."""
         most = max(1, CHUNK_BYTES // (17 + 4 * (1 + MOST_STATE) * table.dim))
-        servers = self._servers_of_map()
-        owner = batching.owners(table.name, ids, self._buckets)
+        servers = self._servers_of(buckets)
+        owner = batching.owners(table.name, ids, buckets)
         owned = [np.flatnonzero(owner == number) for number in range(len(servers))]
         for start in itertools.count(0, most):
             asked = [

@@ -187,7 +187,7 @@ class RowMoves:
             if version != self.buckets.version + 1 or self._own.sealed or self._own.complete:
                 return
             self._end_move()
-            if self._own.others:
+            if self._copies:  # Without any there is nothing to remove, and no need to read all rows.
                 self._close_copies(list(self._copies))
                 self._remove_foreign()
 
@@ -410,10 +410,12 @@ class RowMoves:
         foreign = self.buckets.owners != self._rank
         if self._own.complete is not None:
             foreign &= self._own.complete.owners != self._rank
-        if self._removal is not None:
-            self._removal.stop()
+        if (earlier := self._removal) is not None:
+            earlier.stop()
 
         def work(stop: threading.Event) -> None:
+            if earlier is not None:  # It may still remove rows of buckets that this PS owns by now.
+                earlier.stop(self._space.deadline().seconds)
             for name, index, shard in self._shards():
                 while not stop.is_set():
                     try:

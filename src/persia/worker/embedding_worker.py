@@ -13,7 +13,7 @@ import numpy as np
 from persia import batching, rpc
 from persia.batching import RoutedBatch
 from persia.batching.id_column import IdColumn
-from persia.errors import ConfigError, StaleBatchError, StalePushError, StoreError
+from persia.errors import ConfigError, StaleBatchError, StalePushError
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema
 from persia.services import EmbeddingPS, RecordableRows
@@ -170,15 +170,13 @@ class Worker(MapFollower):
 
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
-            StoreError: `seen` does not have a moment for each PS, or `left_out` does not match the ids of the batch.
+            StaleMapError: `seen` does not have a moment for each PS, as it is from before a move.
+            StoreError: `left_out` does not match the ids of the batch.
         """
         servers = self._servers
-        if len(seen) != len(servers):
-            raise StoreError(
-                f"Rows of a batch are refreshed with a moment of each PS, {len(servers)}, not {len(seen)}. Start "
-                "all roles of a run with the same number of PSs."
-            )
         with self._buffer.use(batch_id) as (batch, state), state.lock:
+            if len(seen) != len(servers):
+                raise self._stale(len(seen), batch.buckets.version, len(servers))
             split = self._router.split(batch, left_out)
             answers = call_all(
                 [

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from persia.batching import RoutedBatch
 from persia.errors import ClosedError, ConfigError, StaleMapError
+from persia.membership.directory import UNREACHABLE
 from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS
 from persia.types import BucketMap
@@ -96,7 +97,10 @@ class MapFollower:
         """Returns whether a call may succeed by the newest map of the PSs, after adopting it. Never an older one."""
         if not isinstance(error, StaleMapError | ClosedError) or self._newest_map is None:  # Closed: it has left.
             return False
-        buckets, servers = self._newest_map()
+        try:
+            buckets, servers = self._newest_map()
+        except UNREACHABLE:  # Until the deadline of the call that was refused.
+            return True
         with self._lock:
             if buckets.version > self._router.buckets.version:
                 self._servers = list(servers)
