@@ -266,9 +266,9 @@ class _Watch:
                 if died:
                     raise died[0]
                 why = f" The last problem: {self._problem}." if self._problem else ""
-                what = (
-                    f"was given up {MOST_TRIES} times" if given_up else f"has not advanced for {deadline.seconds:g} s"
-                )
+                what = f"has not advanced for {deadline.seconds:g} s"
+                if given_up:
+                    what = f"was given up {MOST_TRIES} times"
                 raise DeadlineError(
                     f"The move of rows to bucket map {self._after.version} {what}; the order is withdrawn.{why} Check "
                     "that training makes progress, and that it is a Trainer's.",
