@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import persia
 from persia.batching.id_column import IdColumn
 from persia.coordinator import CoordinatorServer
-from persia.errors import StoreError
+from persia.errors import ClosedError, DeadlineError, StaleMapError, StoreError
 from persia.membership import map_rounds
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
@@ -254,3 +254,100 @@ def test_any_moves_and_deaths(data, tmp_path_factory):
     cluster.plan.clear()
     cluster.make_round()
     check(cluster, twin)
+
+
+def ready_move(tmp_path):
+    """A move that is ready to be finished."""
+    cluster, twin = Moving(3, 2, tmp_path), Twin()
+    both(cluster, twin, 0)
+    after = cluster.buckets.moved(3)
+    cluster.coordinator.order_map(after)
+    until(lambda: cluster.watch() or cluster.rounds.ready)
+    return cluster, twin, after
+
+
+def test_a_move_is_not_finished_before_a_pass_after_a_checkpoint(tmp_path):
+    cluster, twin, after = ready_move(tmp_path)
+    for ps in cluster.all:
+        ps.begin_snapshot("checkpoint", {}, str(tmp_path))
+    cluster.rounds.busy = lambda: True
+    assert not cluster.rounds.ready
+    cluster.rounds.busy = lambda: False  # It ends between two questions to the donors, which wait with their passes.
+    assert not cluster.rounds.ready
+    cluster.watch()
+    assert not cluster.rounds.ready
+    cluster.make_round()
+    assert cluster.coordinator.map_state().buckets.servers == 2
+    passes = [ps.moving().passes for ps in cluster.all[:2]]
+    for ps in cluster.all:
+        ps.end_snapshot("checkpoint")
+    until(lambda: cluster.watch() or cluster.rounds.ready)
+    assert all(ps.moving().passes > before for ps, before in zip(cluster.all[:2], passes, strict=True))
+    # The pass with all rows is not short; the one after it is.
+    assert all(ps.moving().passes >= before + 2 for ps, before in zip(cluster.all[:2], passes, strict=True))
+    cluster.settle(after)
+    check(cluster, twin)
+
+
+def test_what_only_informs_may_fail_once_a_map_is_adopted(tmp_path, monkeypatch):
+    cluster, twin, after = ready_move(tmp_path)
+
+    def late(_):
+        raise DeadlineError("The coordinator is late.", seconds=1.0)
+
+    monkeypatch.setattr(cluster.coordinator, "report_move", late)
+    cluster.make_round()
+    assert cluster.coordinator.map_state().adopted == after.version
+    both(cluster, twin, 10)
+    check(cluster, twin)
+
+
+def test_moves_that_are_given_up_are_reported(tmp_path, monkeypatch):
+    cluster, twin, after = ready_move(tmp_path)
+    finish = cluster.all[0].finish_move
+
+    def late(*_):
+        raise DeadlineError("PS 0 is late.", seconds=1.0)
+
+    monkeypatch.setattr(cluster.all[0], "finish_move", late)
+    cluster.make_round()
+    progress = cluster.coordinator.map_state().progress
+    assert (progress.version, progress.gave_up, progress.problem) == (1, 1, "PS 0 is late.")
+    monkeypatch.setattr(cluster.all[0], "finish_move", finish)
+    cluster.settle(after)
+    check(cluster, twin)
+
+
+def test_a_closed_connection_to_the_coordinator_ends_a_round(tmp_path, monkeypatch):
+    cluster, _, _ = ready_move(tmp_path)
+
+    def closed(*_):
+        raise ClosedError("The connection is closed.")
+
+    monkeypatch.setattr(cluster.coordinator, "commit_map", closed)
+    with pytest.raises(ClosedError):
+        cluster.rounds.make(Sync(), 0)
+
+
+def test_a_ps_that_does_not_answer_is_left_out(tmp_path, monkeypatch):
+    cluster, twin = Moving(2, 2, tmp_path), Twin()
+    both(cluster, twin, 0)
+    answers = cluster.reached.current()
+
+    def late():
+        raise DeadlineError("The PS is late.", seconds=1.0)
+
+    monkeypatch.setattr(cluster.all[1], "buckets", late)
+    assert cluster.reached.current()[0] == answers[0]
+    monkeypatch.setattr(cluster.all[0], "buckets", late)
+    with pytest.raises(DeadlineError, match="The PS is late"):
+        cluster.reached.current()
+    assert cluster.worker._follows(StaleMapError("Refused.", routed=0, current=1))  # Tried again.
+
+
+def test_a_ps_that_is_not_known_yet_is_named(tmp_path):
+    cluster = Moving(3, 2, tmp_path)
+    after = cluster.buckets.moved(4)
+    cluster.coordinator.order_map(after)
+    cluster.watch()
+    assert "embedding PS 3 has joined" in cluster.coordinator.map_state().progress.problem

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 
 import persia
 from persia import Batch, HashTo, IdFeature, Quotient, Remainder, Schema, Table
-from persia.errors import ConfigError, DataError, PersiaError, StoreError
+from persia.errors import ClosedError, ConfigError, DataError, PersiaError, StaleMapError, StoreError
 from persia.modes import Sync
 from persia.nn import EmbeddingCollection, RowsSet, RowState
 from persia.optim import SGD, Adagrad, Adam
@@ -293,3 +293,40 @@ def test_all_nn_workers_see_it():
     second.set_rows("shop", ["b"], np.full((1, 4), 9.0))
     for embeddings in (first, second):
         assert embeddings.rows("shop", ["a", "b"]).values.tolist() == [[0, 1, 2, 3], [9] * 4]
+
+
+@pytest.mark.parametrize("refusal", [StaleMapError("Stale.", routed=0, current=1), ClosedError("It has left.")])
+def test_an_attempt_uses_one_map_and_the_next_one_a_newer(refusal, monkeypatch):
+    embeddings = collection(2)
+    train(embeddings, [batch_of(np.arange(20, dtype=np.uint64))])
+    ids = np.arange(20, dtype=np.uint64)
+    expected = embeddings.rows("shop", ids)
+    servers = embeddings.connection.servers
+    asked, read = [], servers[0].read_rows
+
+    def refused(*arguments):
+        if not asked:
+            asked.append(arguments)
+            raise refusal
+        return read(*arguments)
+
+    monkeypatch.setattr(servers[0], "read_rows", refused)
+    maps = []
+    buckets = servers[0].buckets
+    monkeypatch.setattr(servers[0], "buckets", lambda: maps.append(1) or buckets())
+    np.testing.assert_array_equal(embeddings.rows("shop", ids).values, expected.values)
+    assert len(asked) == 1
+    assert maps
+
+
+def test_closed_connections_are_not_asked_again(monkeypatch):
+    embeddings = collection(2)
+
+    def closed(*_):
+        raise ClosedError("The connection is closed.")
+
+    for server in embeddings.connection.servers:
+        monkeypatch.setattr(server, "read_rows", closed)
+        monkeypatch.setattr(server, "buckets", closed)
+    with pytest.raises(ClosedError, match="The connection is closed"):
+        embeddings.rows("shop", np.arange(20, dtype=np.uint64))

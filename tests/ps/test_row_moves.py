@@ -390,6 +390,68 @@ def test_rows_that_come_back_wait_until_their_earlier_copies_are_removed():
     cluster.check_places()
 
 
+def test_a_removal_waits_for_the_one_before():
+    """Which may still remove a row of a bucket that has come back meanwhile."""
+    cluster = PSs(2, BucketMap.even(1))
+    cluster.train(range(100))
+    store, gate, active, most = cluster.all[0]._store, threading.Event(), [0], [0]
+    remove, lock = store.remove_buckets, threading.Lock()
+
+    def gated(*arguments):
+        if threading.current_thread().name == "persia-removal":
+            with lock:
+                active[0] += 1
+                most[0] = max(most[0], active[0])
+            assert gate.wait(SECONDS)
+            with lock:
+                active[0] -= 1
+        return remove(*arguments)
+
+    store.remove_buckets = gated
+    moves = cluster.all[0]._moves
+    moves._remove_foreign()
+    until(lambda: active[0])
+    moves._remove_foreign()
+    time.sleep(0.3)  # Nothing may happen in this time; if it could, it would most likely happen.
+    gate.set()
+    moves._await_removal()
+    assert most == [1]
+
+
+def test_a_cancelled_move_without_copies_reads_no_rows(monkeypatch):
+    cluster = PSs(2, BucketMap.even(1))
+    cluster.train(range(100))
+    after = cluster.buckets.moved(2)
+    cluster.begin(after)
+    cluster.end(after)
+    cluster.check_places()
+    removals = [ps._moves._removal for ps in cluster.all]
+    for ps in cluster.all:
+        ps.cancel_move(after.version + 1)
+    assert [ps._moves._removal for ps in cluster.all] == removals
+
+
+def test_rows_of_a_pass_are_counted_before_its_end(monkeypatch):
+    cluster, gate = PSs(2, BucketMap.even(1)), threading.Event()
+    for table in TABLES:
+        cluster.train(range(100), table)
+    receive = cluster.all[1].receive
+
+    def gated(part):
+        if part.number > 1:
+            assert gate.wait(SECONDS)
+        receive(part)
+
+    monkeypatch.setattr(cluster.all[1], "receive", gated)
+    after = cluster.buckets.moved(2)
+    cluster.begin(after)
+    until(lambda: cluster.all[0].moving().rows)
+    assert cluster.all[0].moving().passes == 0
+    gate.set()
+    cluster.end(after)
+    cluster.check_places()
+
+
 def part(cluster, number, ids, value, copy="copy"):
     rows = next(cluster.all[0].export_rows())
     count = len(ids)

@@ -107,7 +107,7 @@ class RowMove:
                 self._pass(stop, last)
             except Exception as error:  # Whatever it is, the next pass sends all rows.
                 if not self._status.error and not stop.is_set():
-                    LOG.warning("PS %d cannot move its rows; it tries again: %s", self._rank, error)
+                    LOG.warning("PS %d cannot move its rows; it tries again: %s", self._rank, str(error))
                 self._status = self._status._replace(error=str(error) or type(error).__name__)
                 stop.wait(pause)
                 pause = min(2 * pause, BACKOFF.longest)
