@@ -310,10 +310,13 @@ def test_moves_that_are_given_up_are_reported(tmp_path, monkeypatch):
         raise DeadlineError("PS 0 is late.", seconds=1.0)
 
     monkeypatch.setattr(cluster.all[0], "finish_move", late)
+    monkeypatch.setattr(map_rounds, "AGAIN_SECONDS", SECONDS)
     cluster.make_round()
+    cluster.watch()
     progress = cluster.coordinator.map_state().progress
     assert (progress.version, progress.gave_up, progress.problem) == (1, 1, "PS 0 is late.")
     monkeypatch.setattr(cluster.all[0], "finish_move", finish)
+    cluster.rounds._not_before = 0.0
     cluster.settle(after)
     check(cluster, twin)
 

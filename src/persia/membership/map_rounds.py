@@ -159,7 +159,10 @@ class MapRounds:
                 self._cancel(self._map.version + 1)
             self._watched = True
             self._given_up, self._not_before = 0, 0.0
-        if after is None or time.monotonic() < self._not_before:
+        if after is None:
+            return
+        if time.monotonic() < self._not_before:
+            self._report(self._progress._replace(problem=self._problem, gave_up=self._given_up))
             return
         members = self._servers.members()
         unknown = [number for number in range(max(after.servers, self._map.servers)) if number not in members]
@@ -278,8 +281,6 @@ class MapRounds:
         self._not_before = time.monotonic() + min(AGAIN_SECONDS * 2**self._given_up, LONGEST_SECONDS)
         self._given_up += 1
         self._problem = reason
-        with contextlib.suppress(PersiaError):
-            self._report(self._progress._replace(problem=reason, gave_up=self._given_up))
 
     def _adopt(self, number: Round, buckets: BucketMap, mode: Mode | None, step: int) -> None:
         """Has all PSs adopt a map, also those that join or leave; returns once all have answered."""
