@@ -283,8 +283,6 @@ def test_a_move_is_not_finished_before_a_pass_after_a_checkpoint(tmp_path):
         ps.end_snapshot("checkpoint")
     until(lambda: cluster.watch() or cluster.rounds.ready)
     assert all(ps.moving().passes > before for ps, before in zip(cluster.all[:2], passes, strict=True))
-    # The pass with all rows is not short; the one after it is.
-    assert all(ps.moving().passes >= before + 2 for ps, before in zip(cluster.all[:2], passes, strict=True))
     cluster.settle(after)
     check(cluster, twin)
 

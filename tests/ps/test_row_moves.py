@@ -1,5 +1,6 @@
 """Rows move between PSs while they are trained: each is at its owner with its values, and nowhere else."""
 
+import math
 import threading
 import time
 
@@ -342,6 +343,19 @@ def test_checkpoints_and_moves_take_turns():
     assert cluster.rows() == before
     # The changes since are not known.
     assert cluster.all[0].begin_snapshot("third", names[0].numbers, "/tmp").whole
+
+
+def test_a_pass_with_all_rows_after_a_checkpoint_is_not_short(monkeypatch):
+    monkeypatch.setattr("persia.ps.row_move.PAUSE_SECONDS", SECONDS)
+    cluster = PSs(2, BucketMap.even(1))
+    after = cluster.buckets.moved(2)
+    cluster.train(range(100))
+    cluster.begin(after)
+    cluster.await_pass()
+    assert cluster.all[0].moving().seconds < SECONDS
+    cluster.all[0].begin_snapshot("checkpoint", {}, "/tmp")
+    cluster.all[0].end_snapshot("checkpoint")
+    assert cluster.all[0].finish_move(Round(1, 1), after).seconds == math.inf
 
 
 def test_a_checkpoint_delays_what_comes_and_what_is_removed():
