@@ -9,7 +9,7 @@ import persia
 from persia import batching
 from persia.batching.id_column import IdColumn
 from persia.batching.places import _in_buffer
-from persia.errors import StaleBatchError, StoreError
+from persia.errors import StaleBatchError, StaleMapError, StoreError
 from persia.modes import Sync
 from persia.nn.transfer import decode
 from persia.optim import SGD
@@ -190,7 +190,7 @@ def test_other_numbers_of_moments_are_refused(moments):
     worker = a_worker(2)
     batch_id = worker.register(columns({"item": [1]}))
     seen = worker.lookup_ahead(batch_id).seen
-    with pytest.raises(StoreError, match=f"a moment of each PS, 2, not {moments}"):
+    with pytest.raises(StaleMapError, match=f"sorted for {moments} embedding PSs.*there are 2 now"):
         worker.refresh(batch_id, (seen * 2)[:moments])
     assert worker.refresh(batch_id, seen).places.buffer.size == 0
 
