@@ -354,7 +354,7 @@ class RowMoves:
         with self._lock:
             self._end_move()
             if self._removal is not None:
-                self._removal.stop()
+                self._removal.stop(10.0)
 
     @property
     def _round(self) -> Round:
