@@ -90,7 +90,7 @@ def test_moves_wait_for_a_checkpoint():
     after = cluster.buckets.moved(3)
     with training(trainer, EndlessBatches()):
         cluster.order(after)
-        until(lambda: cluster.rounds._ready is not None)
+        until(lambda: cluster.all[0].moving().passes > 0)
         trains_on(trainer, 20)
         assert cluster.buckets.version == 0
         writing = False
@@ -105,7 +105,7 @@ def test_an_order_that_is_withdrawn_leaves_rows_where_they_were():
     with training(trainer, EndlessBatches()):
         after = cluster.buckets.moved(3)
         cluster.order(after)
-        until(lambda: cluster.rounds._ready is not None)
+        until(lambda: cluster.all[0].moving().passes > 0)
         assert cluster.coordinator.withdraw_map(after)
         until(lambda: cluster.all[0].moving().version == -1)
         trains_on(trainer, 20)

@@ -99,6 +99,8 @@ class MapRounds:
         """By donor, the passes after which another one is needed, as a checkpoint has read the rows."""
         self._disturbed = False
         """Whether a checkpoint has been seen since donors were last asked."""
+        self._tried = False
+        """Whether checkpoints follow each other so fast that no donor's pass is awaited between them any more."""
         self._watched = False
         """Whether orders have been asked for in this generation."""
         self._not_before = 0.0
@@ -112,9 +114,9 @@ class MapRounds:
     @property
     def ready(self) -> bool:
         """Whether a move needs training to quiesce now."""
-        if self.busy():  # Afterwards donors send all rows again: not while training is quiesced.
+        if busy := self.busy():  # Afterwards donors send all rows again: not while training is quiesced.
             self._disturbed = True
-        return self._ready is not None and not self._disturbed
+        return self._ready is not None and not busy and (not self._disturbed or self._tried)
 
     def follow(self, servers: int) -> None:
         """Continues with this number of PSs."""
@@ -183,7 +185,8 @@ class MapRounds:
             self._passes, self._disturbed = passes, False
         else:  # One that has restarted counts from 0.
             self._passes = {donor: min(count, passes[donor]) for donor, count in self._passes.items()}
-        passed = all(passes[donor] > count for donor, count in self._passes.items())
+        self._tried = min(passes.values(), default=0) >= 2 * MOST_PASSES
+        passed = self._tried or all(passes[donor] > count for donor, count in self._passes.items())
         self._ready = after if passed and all(map(_nearly_done, statuses)) else None
         self._report(
             MoveProgress(

@@ -90,7 +90,7 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object]) -> Non
         follow()
         roles.note_servers(count, now=True)
         if count < before:
-            roles.remove_servers(roles.processes.of("embedding_ps")[count:])
+            roles.remove_servers(roles.started(check=False)[0].of("embedding_ps")[count:])
 
 
 def move_rows(roles: Roles, after: BucketMap) -> None:
