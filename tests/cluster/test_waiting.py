@@ -12,7 +12,7 @@ from persia.errors import DeadlineError
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
-from persia.cluster.ray import hosts, nn_worker, placing, processes
+from persia.cluster.ray import hosts, nn_worker, placing, processes, server_host
 from persia.cluster.ray.layout import RayNode
 
 
@@ -65,7 +65,9 @@ def test_roles_are_known_by_the_titles_of_their_processes(tmp_path):
 
 
 def test_every_role_is_known():
-    classes = [value for module in (hosts, nn_worker) for _, value in inspect.getmembers(module, inspect.isclass)]
+    classes = [
+        value for module in (hosts, nn_worker, server_host) for _, value in inspect.getmembers(module, inspect.isclass)
+    ]
     found = {each.__name__ for each in classes if issubclass(each, hosts.Host) and each.role}
     assert found == set(waiting.ROLE_PROCESSES)
 
