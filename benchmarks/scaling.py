@@ -72,7 +72,7 @@ def trainer_on(cluster: Ray) -> persia.Trainer:
         SCHEMA,
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
-        mode=persia.modes.Hybrid(4),
+        mode=persia.modes.Hybrid(4, warmup=0),
         cluster=cluster,
         options=persia.TrainerOptions(progress=False, device="cpu"),
     )

@@ -150,6 +150,8 @@ def test_a_ps_with_rows_is_needed_though_scale_fails(clock, monkeypatch, committ
     roles.moving, roles.lock, roles.plan, roles.service = threading.Lock(), threading.RLock(), object(), object()
     roles.counts, roles.processes = {"embedding_ps": 1}, processes
     roles.add_servers, roles.remove_servers = (lambda count: processes.servers[1:]), removed.extend
+    noted = []
+    roles.note_servers = lambda count, now: noted.append((count, now, list(removed)))
     monkeypatch.setattr(ps_scaling, "_maps", lambda _: maps)
     monkeypatch.setattr(ps_scaling, "_settle", lambda *_: None)
     monkeypatch.setattr(ps_scaling, "bucket_map", lambda _: BEFORE)
@@ -158,3 +160,4 @@ def test_a_ps_with_rows_is_needed_though_scale_fails(clock, monkeypatch, committ
         scale_servers(roles, 2, lambda: None)
     assert [process.expendable for process in processes.servers] == [False, not committed]
     assert removed == ([] if committed else processes.servers[1:])
+    assert noted == ([] if committed else [(1, True, [])])  # Before they end.

@@ -99,6 +99,7 @@ def test_an_nn_worker_with_a_gpu_does_not_train_on_the_cpu(gpus, device):
 def test_the_trainer_of_a_cluster_refuses_idle_gpus_first():
     class Processes:
         gpus = 0.5
+        recovery_points = None
 
         def connect(self, schema, optimizer, mode, seed):
             raise AssertionError("started")
