@@ -299,6 +299,7 @@ def test_the_loaders_of_a_pass_are_resized(make):
     one, two = make(ShardedSource(40), worker), make(ShardedSource(40), worker)
     one.begin(feed(nn_workers=2, ahead=3))
     seen = [number_in(one.take(n % 2, 0, n)) for n in range(10)]
+    wait_until(lambda: 11 in worker.numbers.values())
     for index, loader in enumerate((one, two)):
         loader.begin(feed(nn_workers=2, ahead=3, loader=index, loaders=2))
     with pytest.raises(MovedError, match="data loader 1 of 2"):
