@@ -1,9 +1,11 @@
 """Embedding PSs in this process whose rows move."""
 
+import gc
 import time
 
 import numpy as np
 
+from persia.errors import StoreError
 from persia.modes import Sync
 from persia.optim import Adagrad, Adam
 from persia.ps import EmbeddingServer, ServerOptions
@@ -35,10 +37,20 @@ class PSs:
         return self.all[other]
 
     def restart(self, rank):
-        """As after a kill: what is in the regions is there, and nothing else."""
+        """As after a kill: what is in the regions is there, and nothing else. Calls in other threads end first."""
         self.all[rank]._moves.close()
         self.all[rank] = None
-        self.all[rank] = self.make(rank)
+        until(lambda: self._starts(rank))
+
+    def _starts(self, rank):
+        try:
+            self.all[rank] = self.make(rank)
+        except StoreError as error:
+            if "has it in use" not in str(error):
+                raise
+            gc.collect()  # Its last reference may be that of an error.
+            return False
+        return True
 
     @property
     def buckets(self):
