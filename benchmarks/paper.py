@@ -83,6 +83,24 @@ def outcomes(
     return {kind: results[at :: len(modes)] for at, kind in enumerate(modes)}
 
 
+def facts(source: str, rates: Rates, ours: list[Outcome], sync: list[Outcome]) -> dict[str, object]:
+    """Returns what a line says about runs that are compared with Sync's, besides their AUC."""
+    summaries = [one.summary for one in ours]
+    return {
+        "rates": list(rates),
+        "train_rows": ours[0].train_rows,
+        "test_rows": ours[0].test_rows,
+        "global_steps": ours[0].train_rows // (WORKERS * LOCAL),
+        "row_staleness_mean": statistics.fmean(one.row_staleness_mean for one in summaries),
+        "row_staleness_max": max(one.row_staleness_max for one in summaries),
+        "dense_staleness_mean": statistics.fmean(one.staleness_mean for one in summaries),
+        "rate_of_sync": statistics.fmean(
+            one.summary.rate / other.summary.rate for one, other in zip(ours, sync, strict=True)
+        ),
+        "paper": PAPER.get(source.removesuffix("_file")),
+    }
+
+
 def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
     """Test AUC less Sync's with one network on one data set."""
     if source in FILES and not is_here(FILES[source]):
@@ -101,26 +119,13 @@ def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure
     results |= outcomes(preset, source, network, {"async_own": Async()}, own)
     sync = results.pop("sync")
     for kind, ours in results.items():
-        summaries = [one.summary for one in ours]
         yield runner.paired(
             f"paper.table2.{source}.{network}.{kind}",
             [one.auc for one in ours],
             [one.auc for one in sync],
             "AUC",
             at_least=TARGETS.get(kind),
-            details={
-                "rates": list(own if kind == "async_own" else shared),
-                "train_rows": ours[0].train_rows,
-                "test_rows": ours[0].test_rows,
-                "global_steps": ours[0].train_rows // (WORKERS * LOCAL),
-                "row_staleness_mean": statistics.fmean(one.row_staleness_mean for one in summaries),
-                "row_staleness_max": max(one.row_staleness_max for one in summaries),
-                "dense_staleness_mean": statistics.fmean(one.staleness_mean for one in summaries),
-                "rate_of_sync": statistics.fmean(
-                    one.summary.rate / other.summary.rate for one, other in zip(ours, sync, strict=True)
-                ),
-                "paper": PAPER.get(source.removesuffix("_file")),
-            },
+            details=facts(source, own if kind == "async_own" else shared, ours, sync),
         )
 
 

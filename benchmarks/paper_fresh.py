@@ -13,14 +13,13 @@ Runs are spread over the cores, and kept in the file of PERSIA_RUNS. The preset 
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Iterator
 
 from benchmarks import runner
 from benchmarks.modes_runs import everywhere
-from benchmarks.paper import PAPER, ROWS, SEEDS, TARGETS
+from benchmarks.paper import ROWS, SEEDS, TARGETS, facts
 from benchmarks.paper_arrival import RATES, SMOKE
-from benchmarks.paper_runs import FILES, LOCAL, WORKERS, Outcome, Run, dataset, setting, train_along, train_and_test
+from benchmarks.paper_runs import FILES, LOCAL, Outcome, Run, dataset, setting, train_along, train_and_test
 from benchmarks.public_data import is_here
 from persia.modes import Hybrid, Sync
 from persia.replay import simulate
@@ -53,17 +52,7 @@ def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure
         [one.auc for one in sync],
         "AUC",
         at_least=TARGETS["hybrid_4"],
-        details={
-            "rates": list(rates),
-            "train_rows": ours[0].train_rows,
-            "global_steps": ours[0].train_rows // (WORKERS * LOCAL),
-            "row_staleness_mean": statistics.fmean(one.summary.row_staleness_mean for one in ours),
-            "row_staleness_max": max(one.summary.row_staleness_max for one in ours),
-            "rate_of_sync": statistics.fmean(
-                one.summary.rate / other.summary.rate for one, other in zip(ours, sync, strict=True)
-            ),
-            "paper": PAPER.get(source),
-        },
+        details=facts(source, rates, ours, sync),
     )
 
 
