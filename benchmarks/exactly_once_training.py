@@ -193,9 +193,14 @@ class WatchedRay(Ray):
         log = self._roles.stream_log
         return dict(log.stream_offsets(None).get(self._topic, {})) if log is not None else {}
 
-    def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
+    def attempt(
+        self,
+        function: Callable[[], Any],
+        halting: Callable[[], bool],
+        keep: Callable[[Any], object] | None = None,
+    ) -> Attempt:
         """Trains, and notes whether all restart from a recovery point: without results of NN workers that survived."""
-        done = super().attempt(function, halting)
+        done = super().attempt(function, halting, keep)
         self._repeats = bool(done.deaths) and not any(done.results.values())
         return done
 
