@@ -8,13 +8,14 @@ from benchmarks.feature_cases import WAYS, different_rows, from_lists, random_ca
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.twins.features import dense_row, label_value
 
 SEEN_LABELS = ("from_lists", "from_numpy", "from_arrow", "from_parquet", "from_csv", "from_jsonl", "from_kafka_json",
                "from_kafka_msgpack", "from_kafka_arrow")  # fmt: skip
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 def test_rules_give_the_bits_of_the_twin(random, rows):
     case = random_case(random, rows)

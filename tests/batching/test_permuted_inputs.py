@@ -9,6 +9,7 @@ import persia
 from persia.batching.batch import Batch
 from persia.batching.permuted_inputs import emptied, input_groups, permuted
 from persia.schema import Buckets, DenseFeature, IdFeature, Remainder, TimePart
+from support.examples import examples
 
 SCHEMA = persia.Schema(
     [
@@ -78,7 +79,7 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(getattr(found, part), getattr(expected, part))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(rows=st.integers(1, 9), seed=st.integers(0, 2**32), data=st.data())
 def test_a_permuted_batch_is_that_of_permuted_columns(rows, seed, data):
     raw = columns(rows, seed)

@@ -31,6 +31,7 @@ from persia.ps.ownership import Ownership
 from persia.services import EmbeddingPS
 from persia.types import BucketMap, RowsToRead, RowsToWrite, TableToRead
 from support.bucket_maps import bucket_maps
+from support.examples import examples
 from support.rows_by_servers import (
     NO_GAPS,
     OPTIMIZER,
@@ -64,7 +65,7 @@ def of_servers(path):
     batches=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 150)), min_size=1, max_size=4),
     data=st.data(),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_the_same_as_through_one_process(tmp_path_factory, written_by, read_by, batches, data):
     """For any maps of the PSs that write and that read, and chains of increments with evictions."""
     path = tmp_path_factory.mktemp("run")
@@ -472,7 +473,7 @@ def test_a_ps_that_is_lost_while_it_writes(tmp_path, monkeypatch, restarts):
     monkeypatch.setattr(RowFiles, "rows", noted)
     with rpc.serve(servers[0], protocol=EmbeddingPS) as first:
         second = rpc.serve(servers[1], protocol=EmbeddingPS)
-        stubs = [rpc.connect(served.address, EmbeddingPS, timeout=5.0) for served in (first, second)]
+        stubs = [rpc.connect(served.address, EmbeddingPS, timeout=2.0) for served in (first, second)]
         for stub in stubs:
             stub.export_state = lambda: iter(())
         errors = []

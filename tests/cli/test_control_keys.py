@@ -44,7 +44,7 @@ def invoke(*arguments):
 @pytest.mark.parametrize("command", [one.name or one.callback.__name__ for one in control_app.registered_commands])
 def test_a_job_with_keys_obeys_only_those_who_have_them(command, keys, tmp_path, monkeypatch):
     assert command in ARGUMENTS, f"add arguments of `persia control {command}` to ARGUMENTS"
-    monkeypatch.setattr("persia.cli.control.CONTROL_SECONDS", 2.0)
+    monkeypatch.setattr("persia.cli.control.CONTROL_SECONDS", 0.5)
     monkeypatch.delenv("PERSIA_CURVE_KEYS", raising=False)
     other = tmp_path / "other"
     rpc.make_keys(other)
@@ -59,6 +59,7 @@ def test_a_job_with_keys_obeys_only_those_who_have_them(command, keys, tmp_path,
         assert job.requests == []
         if command == "switch":
             monkeypatch.setenv("PERSIA_CURVE_KEYS", str(keys))
+            monkeypatch.setattr("persia.cli.control.CONTROL_SECONDS", 20.0)
             assert "switches to" in invoke("control", command, server.address, *ARGUMENTS[command])
             assert job.requests == [Sync()]
 

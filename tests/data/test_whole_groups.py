@@ -14,6 +14,7 @@ from persia.batching.id_column import IdColumn
 from persia.data.reader import Order, StreamReader
 from persia.errors import ConfigError, DataError
 from persia.schema import IdFeature, Schema
+from support.examples import examples
 
 SCHEMA = Schema([IdFeature("a", dim=2)], dense_features=["row"], labels=["y"], group="session")
 
@@ -55,7 +56,7 @@ def slow_batches(groups, window):
     return list(batches.values())
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=examples(250))
 @given(
     seed=st.integers(0, 2**32 - 1),
     sessions=st.integers(1, 90),

@@ -27,6 +27,7 @@ from persia.schema import (
     Squared,
     Tweedie,
 )
+from support.examples import examples
 
 KINDS = {
     "bce": Label("y", loss=BinaryCrossEntropy(positive_weight=3.0)),
@@ -95,7 +96,7 @@ def expected(name, label, logits, labels, groups, weights, known):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 12),
@@ -125,7 +126,7 @@ def test_each_loss_is_the_formula_of_its_paper(name, seed, rows, groups, zeros, 
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([1e2, 1e4, 1e30]))
 def test_huge_logits_give_no_nan(name, seed, size):
     rng = np.random.default_rng(seed)
@@ -208,7 +209,7 @@ def entire_space_schema(missing="error"):
     return Schema([IdFeature("user", 4)], labels=["click", Label("buy", loss=EntireSpace("click"), missing=missing)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(a=st.floats(-15, 15), b=st.floats(-15, 15), label=st.sampled_from([0.0, 1.0]))
 def test_entire_space_is_the_formula_of_its_paper(a, b, label):
     x = torch.tensor([b, a], dtype=torch.float64)

@@ -29,7 +29,7 @@ class EndlessBatches:
 
     schema = SCHEMA
 
-    def __init__(self, rows: int = ROWS, pause: float = 0.0) -> None:
+    def __init__(self, rows: int = ROWS, pause: float = 0.005) -> None:
         self.rows, self.pause = rows, pause
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[persia.Batch]:
@@ -89,5 +89,5 @@ def expected_rows(*steps: int, nn_workers: int = 1) -> tuple[bytes, bytes, list[
     """Rows after runs of these steps in this process, with the batches of all NN workers as one."""
     trainer = make_trainer(None, persia.modes.Sync())
     for count in steps:
-        trainer.fit(EndlessBatches(ROWS * nn_workers), max_steps=count, again=True)
+        trainer.fit(EndlessBatches(ROWS * nn_workers, pause=0.0), max_steps=count, again=True)
     return rows_of(trainer)

@@ -163,7 +163,7 @@ def test_losses_are_those_of_permuted_columns(trained):
 def test_an_interval_has_the_width_of_the_sampling_error(trained):
     """Losses on other rows of the same size lie within the interval, most of them."""
     within = 0
-    truth = named(trained.importance(batches(300, seed=99), repeats=2))
+    truth = named(trained.importance(batches(100, seed=99), repeats=2))
     for seed in range(10):
         found = named(trained.importance(batches(5, seed=100 + seed), repeats=2))
         for name in ("decides", "number", "noise"):

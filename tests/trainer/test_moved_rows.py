@@ -3,11 +3,22 @@
 import pytest
 
 from persia.checkpoint import CheckpointReader
+from persia.checkpoint.listing import complete_steps
+from persia.checkpoint.storage import Storage
 from persia.modes import Gba, Hybrid, Sync
 from persia.publish import PublishOptions, Replica, follow
 from support.moved_rows import EndlessBatches, expected_rows, make_trainer, rows_of
 from support.moving_cluster import MovingCluster, training, trains_on
 from support.moving_ps import until
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Makes moves end sooner."""
+    monkeypatch.setattr("persia.ps.row_move.PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr("persia.ps.row_move.CHECKPOINT_SECONDS", 0.02)
+    monkeypatch.setattr("persia.membership.map_rounds.WATCH_SECONDS", 0.02)
+    monkeypatch.setattr("persia.membership.map_rounds.IDLE_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(4), Gba(64)], ids=["sync", "hybrid", "gba"])
@@ -41,21 +52,26 @@ def test_the_next_checkpoint_is_a_full_one(tmp_path):
     cluster = MovingCluster(2)
     every = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 5, "checkpoint_increments": 99}
     trainer = make_trainer(cluster, keep_last=9999, **every)
-    with training(trainer, EndlessBatches(pause=0.005)):
-        until(lambda: trainer.global_step > 12)
+
+    def whole():
+        """Whether each checkpoint is a full one, by version of its map."""
+        found = {}
+        for step in complete_steps(Storage(str(tmp_path))):
+            manifest = CheckpointReader(str(tmp_path), step).manifest
+            assert manifest.buckets is not None
+            found.setdefault(manifest.buckets.version, []).append(manifest.base is None)
+        return found
+
+    def increments_follow(version):  # The removal of rows that have left may lead to another full one.
+        until(lambda: not all(whole().get(version, [True])))
+
+    with training(trainer, EndlessBatches()):
+        increments_follow(0)
         cluster.move(cluster.buckets.moved(3))
-        trains_on(trainer, 12)
+        increments_follow(1)
         cluster.move(cluster.buckets.emptied([0]))
-        trains_on(trainer, 12)
-    whole = {}
-    for step in sorted(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*")):
-        manifest = CheckpointReader(str(tmp_path), step).manifest
-        assert manifest.buckets is not None
-        whole.setdefault(manifest.buckets.version, []).append(manifest.base is None)
-    assert list(whole) == [0, 1, 2]
-    for of_map in whole.values():
-        assert of_map[0]
-        assert not all(of_map)  # The removal of rows that have left may lead to another full one.
+        increments_follow(2)
+    assert [of_map[0] for of_map in whole().values()] == [True, True, True]
     resumed = make_trainer(None)
     resumed.load(str(tmp_path))
     assert rows_of(resumed) == rows_of(trainer)
