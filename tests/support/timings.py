@@ -14,7 +14,7 @@ from collections import defaultdict
 
 import pytest
 
-QUICK_SECONDS = 0.1
+QUICK_SECONDS = 0.07
 FOLDERS = "tests", "seconds", "own CPU", "children", "waiting"
 
 
