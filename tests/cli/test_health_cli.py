@@ -44,6 +44,14 @@ def test_a_ps_with_rows_on_disk_says_what_is_there():
     assert "on disk" not in _doing(health._replace(metrics=figures[:3]))
 
 
+def test_the_coordinator_has_the_last_decision_of_the_scaler():
+    health = Health("coordinator", 0, 1, 7, "h", 9.0, "", [], [], ("ps 1 -> 2: [red]; done", "ps 2 -> 3: [red]; done"))
+    text = io.StringIO()
+    Console(file=text, width=200).print(_table([Answer(Member("coordinator", 0, 1, "tcp://h:1"), health)]))
+    assert "ps 2 -> 3: [red]; done" in text.getvalue()
+    assert "ps 1 -> 2" not in text.getvalue()
+
+
 def test_a_server_says_what_arrives_unlike_in_training():
     text = io.StringIO()
     state = {

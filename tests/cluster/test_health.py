@@ -51,6 +51,7 @@ def test_one_process_tells_what_it_did(tmp_path):
     assert health.total("ps_hits") + health.total("ps_misses") == health.total("ps_lookups") > 0
     assert health.total("worker_pushed") == 10
     assert total(health, "worker_row_bytes", codec="none") == total(health, "worker_gradient_bytes", codec="none") > 0
+    assert 0 < health.total("nn_loading_seconds") <= health.latencies[0].seconds
     waits, steps = health.latencies
     assert (waits.name, steps.name) == ("nn_wait_seconds", "nn_step_seconds")
     assert sum(steps.counts) == 10

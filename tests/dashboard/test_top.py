@@ -153,6 +153,16 @@ def test_the_marked_process_is_on_the_screen():
     assert lines[-1].endswith("…")
 
 
+def test_the_newest_decision_of_the_scaler_is_above_the_table():
+    seen = many(30)
+    seen = ClusterView(0.0, seen.processes, notes=["12:00 ps 1 -> 2: [red]; done", "12:10 ps 2 -> 3: " + "x" * 200])
+    lines = shown(frame(seen, 0, 80, 23), 80)
+    assert len(lines) == 23
+    assert lines[1].startswith("scaler: 12:10 ps 2 -> 3: xx")
+    assert max(map(len, lines)) <= 80
+    assert not any("12:00" in line for line in lines)
+
+
 def metrics_of(role: str, labels: list[dict[str, str]]) -> Answer:
     """A process with several metrics of one name and value, as tables without a row have."""
     times = Histogram()

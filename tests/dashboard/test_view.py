@@ -58,6 +58,29 @@ def test_a_process_that_does_not_answer():
     assert seen == ProcessView("embedding PS 1", "embedding_ps", "tcp://h:1", "dead: [red]out of memory")
 
 
+def test_notes_of_any_process_are_those_of_the_cluster():
+    (noted,) = [answer("coordinator")]
+    assert noted.health is not None
+    noted = noted._replace(health=noted.health._replace(notes=("ps 1 -> 2",)))
+    gone = Answer(Member("embedding_ps", 1, 1, "tcp://h:1", "dead"), None, "dead: out of memory")
+    watch = Watch(lambda: [noted, gone], 3600.0)
+    try:
+        _, seen = watch.next(0, 10.0)
+    finally:
+        watch.close()
+    assert seen.notes == ["ps 1 -> 2"]
+
+
+def test_who_has_left_is_not_among_the_processes():
+    trained = Trained()
+    with observed_cluster(nn_worker=trained.nn_worker, embedding_ps=trained.embedding_ps) as (address, coordinator):
+        coordinator.depart("embedding_ps", 0, 1)
+        assert [answer.member.role for answer in ask_members(address, 5.0)] == ["coordinator", "nn_worker"]
+        coordinator.join("embedding_ps", 0, "tcp://127.0.0.1:1")
+        coordinator.depart("embedding_ps", 0, 2, "killed")
+        assert [answer.problem for answer in ask_members(address, 5.0)] == ["", "dead: killed", ""]
+
+
 def test_sums_and_means_are_of_those_that_train():
     workers = [ProcessView(f"NN worker {n}", "nn_worker", "", rate=100.0 * n, loss=n) for n in (1, 3)]
     seen = ClusterView(0.0, [*workers, ProcessView("embedding PS 0", "embedding_ps", "", rate=7.0)])

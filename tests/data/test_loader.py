@@ -242,6 +242,15 @@ def test_it_reads_ahead_as_far_as_allowed_and_no_further(make):
     assert source.made == list(range(7))
 
 
+def test_it_is_idle_while_enough_batches_are_ready(make):
+    loader = make(Source(100), Buffering())
+    loader.begin(feed(ahead=2))
+    wait_until(lambda: loader.statistics()["ready"] == 2)
+    before = loader.idle.seconds
+    wait_until(lambda: loader.idle.seconds > before)
+    assert loader.statistics()["read"] == 2
+
+
 def test_a_repeated_take_gets_the_same_batch_until_the_next(make):
     worker = Buffering()
     loader = make(Source(9), worker)

@@ -37,6 +37,7 @@ from persia.services import (
     TrainingPhase,
 )
 from persia.store import NativeStore
+from persia.telemetry.metrics import Metric, Readings
 from persia.types import (
     BucketMap,
     Caller,
@@ -398,6 +399,7 @@ CALLS = {
         "request_scale": ("ticket", {"ps": 3}),
         "scale_request": (),
         "answer_scale": ("ticket", "no host"),
+        "report_scaler": (Readings([Metric("scaler_processes", 2.0, {"of": "ps"})], [], ("ps 2 -> 3",)),),
     },
     MovableRows: {
         "begin_move": (BucketMap.even(2).moved(3),),

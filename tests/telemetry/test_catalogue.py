@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia.telemetry.catalogue import CATALOGUE
-from persia.telemetry.metrics import BOUNDS, Histogram, metrics_of
+from persia.telemetry.metrics import BOUNDS, Histogram, WaitClock, metrics_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "observed.md"
 
@@ -42,6 +43,21 @@ def test_a_block_that_raises_is_timed():
     with pytest.raises(ZeroDivisionError), histogram.timed():
         1 / 0  # noqa: B018
     assert sum(histogram.latency("x").counts) == 1
+
+
+def test_a_wait_that_goes_on_counts_until_now(monkeypatch):
+    now = 10.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    waits = WaitClock()
+    assert waits.seconds == 0
+    for expected in (3.0, 6.0):
+        with pytest.raises(ZeroDivisionError), waits.waiting():
+            now += 2.0
+            assert waits.seconds == expected - 1.0
+            now += 1.0
+            1 / 0  # noqa: B018
+        now += 100.0
+        assert waits.seconds == expected
 
 
 def test_threads_lose_no_count():

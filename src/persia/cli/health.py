@@ -111,7 +111,7 @@ def _table(answers: list[Answer]) -> Any:
             f"{health.total('rpc_calls'):,.0f}",
             _times(health),
             f"{health.total('rpc_requests_held'):,.0f}",
-            _doing(health),
+            plain(_doing(health)),
         )
     return table
 
@@ -162,7 +162,7 @@ def _doing(health: Health) -> str:
                 f"{age if 'nn_checkpoint_age_seconds' in names else ''}{_stream(health)}"
             )
         case _:
-            return ""
+            return health.notes[-1] if health.notes else ""
 
 
 def _waiting(health: Health) -> str:

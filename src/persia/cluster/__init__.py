@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from persia.cluster.embedded import Embedded
+from persia.cluster.scaler import Scaler
 from persia.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from persia.cluster.ray.options import RayOptions
     from persia.cluster.ray.placement import Placement
 
-__all__ = ["Embedded", "Placement", "Ray", "RayOptions"]
+__all__ = ["Embedded", "Placement", "Ray", "RayOptions", "Scaler"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from persia.coordinator.scale_requests import ScaleRequests
 from persia.coordinator.store import StateFile
 from persia.errors import ConfigError
 from persia.services import MapState, MoveProgress, Round, ScaleRequest
+from persia.telemetry.metrics import Readings
 from persia.types import BucketMap, Member, Membership
 
 __all__ = ["CoordinatorServer"]
@@ -51,6 +52,7 @@ class CoordinatorServer:
 
     Attributes:
         begins: whether this is the first process of its driver.
+        scaler: the last report of the scaler.
 
     Raises:
         PersiaError: the file is damaged.
@@ -78,6 +80,7 @@ class CoordinatorServer:
         self._maps = before.maps or MapOrders(buckets or BucketMap.even(1))
         self._progress = MoveProgress()
         self._requests = ScaleRequests()
+        self.scaler = Readings([], [])
         self.begins = incarnation > before.incarnation
         self._incarnation = incarnation
         if self.begins:
@@ -242,6 +245,10 @@ class CoordinatorServer:
     def answer_scale(self, ticket: str, error: str = "") -> None:
         """Answers a request."""
         self._requests.answer(ticket, error)
+
+    def report_scaler(self, report: Readings) -> None:
+        """Replaces what is shown of the scaler."""
+        self.scaler = report
 
     def _put_maps(self, maps: MapOrders) -> None:
         """Saves the map before the caller answers. A failed write changes nothing."""

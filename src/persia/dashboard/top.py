@@ -55,11 +55,13 @@ def frame(
     chosen = seen.processes if selected is None else seen.processes[selected : selected + 1]
     problems = [plain(f"{p.name}: {' '.join(p.problem.split())}", "red") for p in chosen if p.problem]
     headline = _headline(seen, width)
+    newest = [plain(f"scaler: {note}") for note in seen.notes[-1:]]
     first, end = 0, len(seen.processes)
     if height is not None:
-        for line in problems:
+        for line in (*problems, *newest):
             line.truncate(width, overflow="ellipsis")
-        rows = max(1, height - 3 - len(problems))  # Headline, names of columns and a rule take three lines.
+        above = 3 + len(newest)  # Headline, names of columns and a rule take three lines.
+        rows = max(1, height - above - len(problems))
         first = max(0, min((selected or 0) - rows // 2, end - rows))
         end = min(end, first + rows)
     cells = [dict(zip(COLUMNS, _cells(process), strict=True)) for process in seen.processes]
@@ -74,7 +76,7 @@ def frame(
     for number in range(first, end):
         style = "reverse" if number == selected else "red" if seen.processes[number].problem else None
         table.add_row(*(plain(cells[number][column]) for column in columns), style=style)
-    return Group(headline, table, *problems)
+    return Group(headline, *newest, table, *problems)
 
 
 def _headline(seen: ClusterView, width: int) -> Text:

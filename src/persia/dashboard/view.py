@@ -97,11 +97,13 @@ class ClusterView(msgspec.Struct, frozen=True):
         time: Unix time.
         processes: the processes, the coordinator first.
         problem: reason why there are none.
+        notes: the last decisions of the scaler, the newest one last.
     """
 
     time: float
     processes: list[ProcessView]
     problem: str = ""
+    notes: list[str] = []
 
     def total(self, field: str) -> float | None:
         """Returns the sum of a number over the processes that train; None if none has it."""
@@ -269,4 +271,6 @@ class Watch:
             self.answers = self._ask()
         except PersiaError as error:
             return ClusterView(time.time(), [], error.message)
-        return ClusterView(time.time(), view(before, self.answers, max(1e-3, self._asked_at - asked_at)))
+        processes = view(before, self.answers, max(1e-3, self._asked_at - asked_at))
+        notes = [note for answer in self.answers if answer.health is not None for note in answer.health.notes]
+        return ClusterView(time.time(), processes, notes=notes)

@@ -20,6 +20,7 @@ from persia.retry import Deadline
 from persia.schema import Schema
 from persia.services import EmbeddingWorker, Seekable
 from persia.telemetry.logs import get_logger
+from persia.telemetry.metrics import WaitClock
 from persia.telemetry.tracing import Tracer
 from persia.types import Delivery, Feed, Int64Array
 
@@ -108,6 +109,8 @@ class Loader:
         self._counts: Counter[str] = Counter()
         self.tracer = Tracer()
         """Records reads and registrations."""
+        self.idle = WaitClock()
+        """Pauses of reading, as enough batches are ready or none are wanted."""
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -319,7 +322,8 @@ class Loader:
                 job = self._next_job()
                 while job is None and not self._ended:
                     self._doing = "waiting for free space"
-                    self._changed.wait()
+                    with self.idle.waiting():
+                        self._changed.wait()
                     job = self._next_job()
                 if job is None:
                     self._thread = None

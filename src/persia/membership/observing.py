@@ -55,7 +55,8 @@ class RecordedTrace(NamedTuple):
 def members(address: str, timeout: float) -> list[Member]:
     """Returns the processes of a cluster, the coordinator first. Blocks.
 
-    NN workers that have ended are left out: the cluster restarts a crashed NN worker, or ends the run.
+    Processes that have left are not among them, nor NN workers that have ended: the cluster restarts a crashed NN
+    worker, or ends the run.
 
     Args:
         address: address of the coordinator, `tcp://host:port`.
@@ -69,7 +70,8 @@ def members(address: str, timeout: float) -> list[Member]:
         joined = coordinator.membership().members
     finally:
         rpc.close(coordinator)
-    return [Member("coordinator", 0, 1, address), *(m for m in joined if m.role != "nn_worker" or m.state != "dead")]
+    gone = [m for m in joined if m.state == "dead" and (m.role == "nn_worker" or not m.reason)]
+    return [Member("coordinator", 0, 1, address), *(m for m in joined if m not in gone)]
 
 
 def ask_members(address: str, timeout: float) -> list[Answer]:

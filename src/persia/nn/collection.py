@@ -25,6 +25,7 @@ from persia.nn.arguments import (
     options_of,
 )
 from persia.nn.batch_counts import batch_counts
+from persia.nn.draw_waits import DrawWaits
 from persia.nn.evaluation_pass import EvaluationReader
 from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
@@ -49,7 +50,6 @@ from persia.schema import EmbeddingOptimizer, Schema
 from persia.schema.pooled_features import sent_tables
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.logs import get_logger
-from persia.telemetry.metrics import Histogram
 from persia.telemetry.run_record import FeatureCost
 from persia.types import Ids, RegisteredBatch, RowsSet, RowState, StoredRows
 
@@ -137,7 +137,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._push_failure: BaseException | None = None
         self.tracer = self.push_log.tracer
         """Records what the threads of this process do, while a trace is taken."""
-        self.waits = Histogram()
+        self.waits = DrawWaits()
         """Time that the network has waited for batches."""
         self.idle: Callable[[], None] | None = None
         """Called now and then by the training thread while it waits for a batch of a training pass."""

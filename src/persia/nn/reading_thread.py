@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from persia.errors import PersiaError
 from persia.nn.batch_counts import BatchCounts
 from persia.nn.channel import Channel, Closed
+from persia.telemetry.metrics import WaitClock
 from persia.telemetry.tracing import Tracer
 
 __all__ = ["READ_AHEAD", "Read", "ReadingThread"]
@@ -51,6 +52,8 @@ class ReadingThread:
         tracer: Tracer | None = None,
     ) -> None:
         self.counts = counts
+        self.waits = WaitClock()
+        """Waits of the thread that takes the batches."""
         self._source = source
         self._tracer = tracer or Tracer()
         self._read: Channel[Read] = Channel(max(1, read_ahead))
@@ -68,7 +71,8 @@ class ReadingThread:
             Closed: the loader has ended, or `stop` was called.
             TimeoutError: the loader is late.
         """
-        return self._read.get(timeout)
+        with self.waits.waiting():
+            return self._read.get(timeout)
 
     def stop(self) -> None:
         """Drops the batches that were read. The thread ends when the loader returns from its `next`."""

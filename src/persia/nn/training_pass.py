@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 from persia.batching.batch import Batch
 from persia.errors import PersiaError
 from persia.nn.batch_counts import BatchCounts
+from persia.nn.draw_waits import DrawWaits
 from persia.nn.gate import StalenessGate
 from persia.nn.gradients import GradientCollector
 from persia.nn.inline_pass import InlinePass
@@ -21,7 +22,6 @@ from persia.nn.reading_thread import READ_AHEAD, ReadingThread
 from persia.nn.replicas import EqualSteps
 from persia.nn.training_lookup import TrainingLookup
 from persia.nn.transfer import Encoded, Ready
-from persia.telemetry.metrics import Histogram
 from persia.types import RegisteredBatch
 
 __all__ = ["PassContext", "PassData", "Push", "TrainingPass"]
@@ -45,7 +45,7 @@ class PassContext(NamedTuple):
     lookup: TrainingLookup
     gradients: GradientCollector
     gate: StalenessGate
-    waits: Histogram
+    waits: DrawWaits
     timeout: float
 
 
@@ -186,7 +186,7 @@ class TrainingPass(ABC):
         """Returns the next batch; after the last one dummy batches while other NN workers have data, then None."""
         equal_steps = self._equal_steps
         try:
-            with self._context.waits.timed(), self._log.tracer.span("wait"):
+            with self._context.waits.timed(self._reading.waits), self._log.tracer.span("wait"):
                 batch = self._drawn_batch()
         except StopIteration:
             if equal_steps is None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from persia import rpc
 from persia.modes import Mode
 from persia.services.embedding import RowChunk, StatePiece
+from persia.telemetry.metrics import Readings
 from persia.types import BucketMap
 
 __all__ = [
@@ -289,6 +290,9 @@ class BucketMaps(Protocol):
             ticket: identifier of the request.
             error: why the numbers were not changed; empty if they were.
         """
+
+    def report_scaler(self, report: Readings) -> None:
+        """Replaces what the coordinator shows of the scaler: its metrics, and its last decisions as notes."""
 
 
 class MapRoundsOfRun(Protocol):

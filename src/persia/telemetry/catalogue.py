@@ -86,6 +86,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "loader_registered_again": MetricKind(
         "counter", "batches registered again because their embedding worker was gone"
     ),
+    "loader_idle_seconds": MetricKind("counter", "reading paused, as enough batches were ready"),
     "loader_rows": MetricKind("counter", "samples read"),
     "loader_bytes": MetricKind("counter", "bytes of batches read"),
     # NN worker, or the whole program if all roles are in one process.
@@ -101,6 +102,9 @@ CATALOGUE: dict[str, MetricKind] = {
     ),
     "nn_held_out": MetricKind("gauge", "last value of the metric of `keep_best` on eval_data, by metric"),
     "nn_ready": MetricKind("gauge", "batches looked up that wait for the network"),
+    "nn_loading_seconds": MetricKind(
+        "counter", "part of the sum of nn_wait_seconds for which the next batch was not read; else it was looked up"
+    ),
     "nn_torch_threads": MetricKind("gauge", "threads that torch computes with"),
     "nn_staleness_sum": MetricKind("counter", "own steps that rows lack at the use of their batch, over all batches"),
     "nn_staleness_lookups": MetricKind("counter", "batches whose staleness was measured"),
@@ -184,6 +188,16 @@ CATALOGUE: dict[str, MetricKind] = {
     ),
     "tokens_staleness_max": MetricKind("gauge", "the maximum staleness"),
     "tokens_lost": MetricKind("counter", "tokens of dead NN workers"),
+    # Coordinator, of the scaler.
+    "scaler_processes": MetricKind("gauge", "processes that the scaler wants: ps, embedding_workers, data_loaders"),
+    "scaler_share": MetricKind(
+        "gauge",
+        "what the scaler has measured: shares of the time of NN workers (lookups, loading), of memory (ps_memory), of "
+        "processors (ps_processors, worker_processors), and of the time of data loaders (loaders_busy)",
+    ),
+    "scaler_decisions": MetricKind(
+        "counter", "decisions of the scaler, by reason, and by state: done, failed, dry_run, blocked"
+    ),
     # Any process that serves calls.
     "rpc_calls": MetricKind("counter", "calls that were run"),
     "rpc_errors": MetricKind("counter", "calls that raised"),
@@ -206,4 +220,6 @@ CATALOGUE: dict[str, MetricKind] = {
     "rpc_call_seconds": MetricKind("histogram", "a method ran, by method"),
     "cpu_seconds": MetricKind("counter", "processor time of the process"),
     "process_bytes": MetricKind("gauge", "memory of the process, shared memory included"),
+    "process_processors": MetricKind("gauge", "processors that this PS or embedding worker can use"),
+    "host_memory_share": MetricKind("gauge", "share of the memory of this PS's host that is used, by whatever process"),
 }

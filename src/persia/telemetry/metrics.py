@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["BOUNDS", "Health", "Histogram", "Latency", "Metric", "Readings", "metrics_of"]
+__all__ = ["BOUNDS", "Health", "Histogram", "Latency", "Metric", "Readings", "WaitClock", "metrics_of"]
 
 BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the buckets of a histogram, in seconds."""
@@ -58,10 +58,17 @@ class Latency(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """Metrics and latencies of a role at a point in time."""
+    """Metrics and latencies of a role at a point in time.
+
+    Attributes:
+        metrics: counters and gauges.
+        latencies: histograms of durations.
+        notes: lines for people, such as decisions with their evidence, the newest one last.
+    """
 
     metrics: list[Metric]
     latencies: list[Latency]
+    notes: tuple[str, ...] = ()
 
 
 class Health(NamedTuple):
@@ -77,6 +84,7 @@ class Health(NamedTuple):
         metrics_url: URL of the Prometheus endpoint; empty if there is none.
         metrics: counters and gauges.
         latencies: histograms of durations.
+        notes: lines for people, such as decisions with their evidence, the newest one last.
     """
 
     role: str
@@ -88,6 +96,7 @@ class Health(NamedTuple):
     metrics_url: str
     metrics: list[Metric]
     latencies: list[Latency]
+    notes: tuple[str, ...] = ()
 
     def total(self, name: str) -> float:
         """Returns the sum of a metric over its labels; 0 if there is none."""
@@ -122,6 +131,30 @@ class Histogram:
         """Returns the histogram so far."""
         with self._lock:
             return Latency(name, dict(labels or {}), list(self._counts), self._seconds)
+
+
+class WaitClock:
+    """Total duration of the waits of one thread, for any thread to read. A wait that goes on counts until now."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (0.0, None)
+        """Seconds of the waits that have ended, and the time at which the current one began: one object, no lock."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the duration of the block, even if it raises."""
+        seconds, start = self._state[0], time.monotonic()
+        self._state = seconds, start
+        try:
+            yield
+        finally:
+            self._state = seconds + time.monotonic() - start, None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the thread has waited."""
+        seconds, start = self._state
+        return seconds if start is None else seconds + max(0.0, time.monotonic() - start)
 
 
 def metrics_of(prefix: str, counts: Mapping[str, float], **labels: str) -> list[Metric]:

@@ -88,6 +88,7 @@ class Monitor:
                 "epoch": self._state.epoch,
                 "rows": self._rows,
                 "ready": embeddings.ready,
+                "loading_seconds": embeddings.waits.loading_seconds,
                 "torch_threads": torch.get_num_threads(),
                 "staleness_sum": round(staleness.mean * staleness.lookups),
                 "staleness_lookups": staleness.lookups,
@@ -117,7 +118,7 @@ class Monitor:
             readings += self._state.stream.observe()
         return Readings(
             readings,
-            [embeddings.waits.latency("nn_wait_seconds"), self._network.times.latency("nn_step_seconds")],
+            [embeddings.waits.latency(), self._network.times.latency("nn_step_seconds")],
         )
 
 

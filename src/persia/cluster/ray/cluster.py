@@ -17,7 +17,9 @@ from persia.cluster.ray.process_plan import Service
 from persia.cluster.ray.ps_scaling import answer_requests, bucket_map, move_rows, scale_servers
 from persia.cluster.ray.roles import Roles
 from persia.cluster.ray.runs import CONSEQUENCES, Recovery, Replacement, pickled, results
+from persia.cluster.ray.scaler_driver import start_scaler
 from persia.cluster.ray.scaling import check_capacity, check_count, count_of, scale
+from persia.cluster.scaler import SCALED
 from persia.errors import ConfigError, PersiaError, RoleDiedError
 from persia.modes import Mode, encode
 from persia.schema import EmbeddingOptimizer, Schema
@@ -74,6 +76,9 @@ class Ray:
         self.nn_workers = nn_workers
         self.place = read_place(place or {})
         self.options = nn_worker_gpus(self.place, options or RayOptions())
+        if self.options.scaler is not None:
+            for role in SCALED:
+                self.options.scaler.check_count(role, counts[role])
         self._roles = Roles(
             {
                 "embedding_ps": ps,
@@ -86,7 +91,7 @@ class Ray:
         )
         self._connections: list[WorkerConnection] = []
         self._answers = False
-        """Whether requests of `persia control scale` are answered."""
+        """Whether requests of `persia control scale` are answered, and the scaler measures."""
 
     # --- for Trainer, EmbeddingCollection and users ------------------------------------------------
 
@@ -351,6 +356,8 @@ class Ray:
         if not self._answers:
             self._answers = True
             answer_requests(self._roles, self.scale)
+            if self.options.scaler is not None:
+                start_scaler(self._roles, self.options.scaler, self.scale)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Returns the counters of every process by "role-rank", with the age of the report in seconds."""

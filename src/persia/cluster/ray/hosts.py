@@ -40,7 +40,7 @@ from persia.services import (
     TokenService,
 )
 from persia.telemetry.logs import get_logger, log_to_stderr
-from persia.telemetry.metrics import Readings, metrics_of
+from persia.telemetry.metrics import Metric, Readings, metrics_of
 from persia.telemetry.process import LOOPBACK, ObservedProcess, process_metrics
 from persia.types import TITLES, BucketMap, Feed, Membership
 from persia.worker import Worker, WorkerOptions
@@ -53,6 +53,7 @@ __all__ = [
     "Host",
     "cores",
     "together",
+    "usable_processors",
 ]
 
 REPORT_SECONDS = 1.0
@@ -129,7 +130,9 @@ class Host:
         role_readings = self.observe() if self.ready else Readings([], [])
         served = self.server.observe() if self.server is not None else Readings([], [])
         return Readings(
-            role_readings.metrics + served.metrics + process_metrics(), role_readings.latencies + served.latencies
+            role_readings.metrics + served.metrics + process_metrics(),
+            role_readings.latencies + served.latencies,
+            role_readings.notes,
         )
 
     def serve(self, service: object, protocol: type, address: str = "") -> str:
@@ -211,7 +214,7 @@ class CoordinatorHost(Host):
         self._tokens = TokenScheduler(plan.options.timeout, path("tokens"))
         saved = StateFile(path("address"), str)
         previous = saved.load() or ""
-        members = CoordinatorServer(
+        self._members = members = CoordinatorServer(
             path=path("members"),
             buckets=plan.buckets or BucketMap.even(plan.servers),
             incarnation=plan.incarnation,
@@ -226,8 +229,10 @@ class CoordinatorHost(Host):
         self.ready = True
 
     def observe(self) -> Readings:
-        """Returns the metrics of asynchronous modes."""
-        return report_metrics(self._tokens.summary())
+        """Returns the metrics of asynchronous modes, and what the scaler has reported."""
+        metrics, latencies, _ = report_metrics(self._tokens.summary())
+        scaler = self._members.scaler
+        return Readings(metrics + scaler.metrics, latencies, scaler.notes)
 
     def release(self) -> None:
         """Removes files that would outlive the process. Called when the cluster ends."""
@@ -295,7 +300,10 @@ class EmbeddingWorkerHost(Host):
 
     def observe(self) -> Readings:
         """Returns the metrics of the role; empty before it exists."""
-        return self.servant.observe() if self.servant is not None else Readings([], [])
+        if self.servant is None:
+            return Readings([], [])
+        metrics, latencies, _ = self.servant.observe()
+        return Readings([*metrics, usable_processors(self.plan)], latencies)
 
     def buffered(self) -> int:
         """Returns the number of buffered batches. The driver ends a leaving process once it has none."""
@@ -342,6 +350,11 @@ class Deferred:
 def cores(plan: Plan) -> int:
     """Returns the number of threads of a store."""
     return plan.options.threads or default_threads()
+
+
+def usable_processors(plan: Plan) -> Metric:
+    """Returns the number of processors that a store or an embedding worker can use, as a metric."""
+    return Metric("process_processors", float(min(cores(plan), len(os.sched_getaffinity(0)))), {})
 
 
 class DataLoaderHost(Host):
@@ -402,7 +415,9 @@ class DataLoaderHost(Host):
     def counters(self) -> dict[str, float]:
         """Returns the counters of the role."""
         loader = self._loader
-        return {name: float(value) for name, value in loader.statistics().items()} if loader is not None else {}
+        if loader is None:
+            return {}
+        return {"idle_seconds": loader.idle.seconds, **{n: float(value) for n, value in loader.statistics().items()}}
 
     def observe(self) -> Readings:
         """Returns the metrics of the role; empty before it reads."""

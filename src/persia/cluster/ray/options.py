@@ -19,6 +19,7 @@ from persia.checks import (
     plain_fields,
     plain_paths,
 )
+from persia.cluster.scaler import Scaler
 from persia.errors import ConfigError
 from persia.telemetry.process import check_port
 
@@ -58,6 +59,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         run: directory of the run, which the host of the driver and that of its successor see at this path: the same
             command goes on there if the driver has died, with the rows that PSs have left on their hosts. Needs
             `regions`. None: the death of the driver ends the run. See docs/guide/cluster.md.
+        scaler: rules by which the numbers of embedding PSs, embedding workers and data loaders change while a `Trainer`
+            trains; None leaves the numbers alone.
         prometheus_port: port at which each process exports its metrics; processes of one host take the next free
             ports, and `persia health` lists them. None for no export.
         timeout: maximum seconds of any wait: for roles to start, rows, gradients of other NN workers.
@@ -77,6 +80,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regions: str = "/dev/shm"
     overcommit: bool = False
     run: str | None = None
+    scaler: Scaler | None = None
     prometheus_port: int | None = None
     timeout: float = 600.0
     log_level: str = "warning"
@@ -109,6 +113,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.run is not None and (not self.run or not self.regions):
             needs = "regions, in which rows outlive the driver" if self.run else "the path of a directory, or None"
             raise ConfigError(f"Invalid run = {self.run!r}: it needs {needs}.", field="run")
+        check_kind("scaler", self.scaler, (Scaler, NoneType), "a Scaler, or None")
         check_integer("dense_ps", self.dense_ps, 1)
         check_port(self.prometheus_port, "prometheus_port")
         check_seconds("timeout", self.timeout)

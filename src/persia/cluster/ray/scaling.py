@@ -11,6 +11,7 @@ from persia import rpc
 from persia.cluster.ray.feeding import AHEAD
 from persia.cluster.ray.processes import Process
 from persia.cluster.ray.roles import DEPART_SECONDS, Roles
+from persia.cluster.scaler import MAX_PROCESSES
 from persia.errors import ConfigError, DataError, DeadlineError
 from persia.retry import Deadline
 from persia.services import Coordinator
@@ -18,9 +19,6 @@ from persia.types import TITLES
 from persia.worker import WorkerOptions
 
 __all__ = ["await_leave", "check_capacity", "check_count", "count_of", "free_ranks", "scale"]
-
-MAX_PROCESSES = 256
-"""Maximum number of processes of a role: the rank of an embedding worker is one byte of the batch id."""
 
 LEAVE_SECONDS = 0.05
 

@@ -6,17 +6,19 @@ from persia import rpc
 from persia.cluster import numa
 from persia.cluster.ray.connection import reach, reach_coordinator
 from persia.cluster.ray.driver_folder import server_directory
-from persia.cluster.ray.hosts import Host, cores, together
+from persia.cluster.ray.hosts import Host, cores, together, usable_processors
 from persia.cluster.ray.process_plan import Plan, ServerSeat, Service
 from persia.errors import StoreError
 from persia.membership.listener import Listener
 from persia.membership.reached_servers import ReachedServers
+from persia.memory import host_memory
 from persia.modes import decode
 from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.latest_reading import LatestReading
 from persia.ps.regions import Regions, remove_leftovers
 from persia.ps.shares import Shares
 from persia.services import BucketMaps, Coordinator, EmbeddingPS, MovableRows, RecordableRows
-from persia.telemetry.metrics import Readings
+from persia.telemetry.metrics import Metric, Readings
 from persia.types import BucketMap
 
 __all__ = ["EmbeddingServerHost"]
@@ -56,6 +58,8 @@ class EmbeddingServerHost(Host):
             rank=rank,
             peer=lambda number: rpc.cast_to(MovableRows, self._peers.reach(number)),
         )
+        directory_of_rows = plan.options.regions or None
+        self._memory = LatestReading(lambda: host_memory(directory_of_rows))  # A disk may not answer.
         threads = cores(plan)
         numa.pin(seat.position, threads)
         self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, threads, options)
@@ -70,6 +74,7 @@ class EmbeddingServerHost(Host):
     def release(self) -> None:
         """Removes files that would outlive the process. Called when the cluster ends, or this PS has left."""
         self.servant.close()
+        self._memory.close()
 
     def _remove_files(self) -> None:
         for root in self._roots:
@@ -114,5 +119,8 @@ class EmbeddingServerHost(Host):
         return {f"{table}.{name}": float(value) for table, counts in tables.items() for name, value in counts.items()}
 
     def observe(self) -> Readings:
-        """Returns metrics by table."""
-        return self.servant.observe()
+        """Returns metrics by table, and what this process and its host can use. Blocks for at most two seconds."""
+        metrics, latencies, _ = self.servant.observe()
+        memory, _ = self._memory.get()
+        used = Metric("host_memory_share", max(0.0, 1 - memory.free / max(1, memory.total)), {})
+        return Readings([*metrics, used, usable_processors(self.plan)], latencies)

@@ -1,0 +1,344 @@
+"""`Scaler`: rules by which the numbers of processes of a cluster follow what was measured.
+
+Pure functions and a small state: `ScalingRules` gets what was measured in a window, and returns what to change, with
+its evidence. `persia.cluster.ray.scaler_driver` measures, and changes the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from persia.checks import check_flag, check_integer, check_number, check_seconds, plain, plain_fields
+from persia.errors import ConfigError
+
+__all__ = ["MAX_PROCESSES", "SCALED", "Decision", "MeasuredLoad", "Reason", "ScaledRole", "Scaler", "ScalingRules"]
+
+ScaledRole: TypeAlias = Literal["ps", "embedding_workers", "data_loaders"]
+Reason: TypeAlias = Literal["memory", "processors", "lookups", "loading", "idle"]
+
+SCALED: tuple[ScaledRole, ...] = ("ps", "embedding_workers", "data_loaders")
+"""Roles that a `Scaler` changes, as arguments of `Ray.scale`."""
+
+MAX_PROCESSES = 256
+"""Maximum number of processes of a role: the rank of an embedding worker is one byte of the batch id."""
+
+TARGET = 0.75
+"""Part of a limit at which processes are after a change, so that the next one is not due soon."""
+
+BUSY = 0.5
+"""Part of its time, or of the limit of its processors, from which on a role is taken to be what NN workers wait for."""
+
+GROWTH = 1.25
+"""Factor of the processes that NN workers wait for: a few at a time, as waits do not say how many are missing."""
+
+HELPED = 0.9
+"""Maximum ratio of a measurement after an increase to that before it for which the increase has helped."""
+
+SOON = 3
+"""Cool-downs after a decrease in which an increase shows that the decrease was a mistake, which is not repeated."""
+
+
+class Scaler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Changes the numbers of processes of a cluster on Ray by what is measured while a `Trainer` trains.
+
+        options = persia.cluster.RayOptions(scaler=persia.cluster.Scaler(ps=(2, 8), embedding_workers=(1, 4)))
+
+    With `dry_run` it only reports what it would do: in the log, in `persia top` and on the page, and as metrics.
+    Between two changes are at least `cool_down_seconds`. See docs/guide/cluster.md for the rules.
+
+    Args:
+        ps: minimum and maximum number of embedding PSs; None leaves their number alone.
+        embedding_workers: minimum and maximum number of embedding workers; None leaves their number alone.
+        data_loaders: minimum and maximum number of data loaders; None leaves their number alone.
+        dry_run: whether to report decisions without changing anything.
+        waiting: share of the time of NN workers; if they wait longer for lookups or for data, processes are added.
+        memory: share of the memory that PSs may use; above it, PSs are added.
+        processors: share of its processors that a PS may use; above it, PSs are added.
+        window_seconds: duration of a measurement. A decision needs a whole window of training.
+        cool_down_seconds: seconds after a change, by whomever, in which nothing is changed.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    ps: tuple[int, int] | None = None
+    embedding_workers: tuple[int, int] | None = None
+    data_loaders: tuple[int, int] | None = None
+    dry_run: bool = True
+    waiting: float = 0.1
+    memory: float = 0.8
+    processors: float = 0.8
+    window_seconds: float = 60.0
+    cool_down_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        check_flag("dry_run", self.dry_run)
+        for name in ("waiting", "memory", "processors"):
+            check_number(name, getattr(self, name), 0, 1, open_low=True)
+        for name in ("window_seconds", "cool_down_seconds"):
+            check_seconds(name, getattr(self, name))
+        for role in SCALED:
+            if (bounds := self.bounds(role)) is None:
+                continue
+            if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+                raise ConfigError(
+                    f"Invalid {role} = {bounds!r}; expected a minimum and a maximum number of processes, such as "
+                    "(2, 8).",
+                    field=role,
+                )
+            low, high = map(plain, bounds)
+            check_integer(f"minimum of {role}", low, 1, MAX_PROCESSES, field=role)
+            check_integer(f"maximum of {role}", high, low, MAX_PROCESSES, field=role)
+            msgspec.structs.force_setattr(self, role, (low, high))
+
+    def bounds(self, role: ScaledRole) -> tuple[int, int] | None:
+        """Returns the minimum and maximum number of processes of a role; None if their number is left alone."""
+        bounds: tuple[int, int] | None = getattr(self, role)
+        return bounds
+
+    def check_count(self, role: ScaledRole, count: int) -> None:
+        """Raises ConfigError unless a number of processes with which a cluster starts is within its bounds."""
+        bounds = self.bounds(role)
+        if bounds is not None and not bounds[0] <= count <= bounds[1]:
+            raise ConfigError(
+                f"Invalid Ray.{role} = {count}: the scaler keeps it from {bounds[0]} to {bounds[1]}. Start with a "
+                f"number between these, or change Scaler.{role}.",
+                field=f"cluster.{role}",
+            )
+
+
+class MeasuredLoad(NamedTuple):
+    """What was measured while a cluster trained for a window. Shares are from 0 to about 1.
+
+    Attributes:
+        ps: number of embedding PSs.
+        embedding_workers: number of embedding workers.
+        data_loaders: number of data loaders.
+        lookups: share of the time for which NN workers waited for a batch that was read and not looked up; their mean.
+        loading: share of the time for which NN workers waited for a batch that was not read; their mean.
+        ps_memory: share of its memory that is used, of the PS with the highest one.
+        ps_processors: share of its processors that was used, of the PS with the highest one.
+        worker_processors: share of their processors that embedding workers used; their mean.
+        loaders_busy: share of the time for which data loaders read or registered batches; their mean.
+        source_idle: whether the data loaders read a stream that has no more data at the moment.
+        rows_stay: whether rows cannot leave a PS, as a table has a declared capacity.
+    """
+
+    ps: int
+    embedding_workers: int
+    data_loaders: int
+    lookups: float = 0.0
+    loading: float = 0.0
+    ps_memory: float = 0.0
+    ps_processors: float = 0.0
+    worker_processors: float = 0.0
+    loaders_busy: float = 0.0
+    source_idle: bool = False
+    rows_stay: bool = False
+
+    def count(self, role: ScaledRole) -> int:
+        """Returns the number of processes of a role."""
+        count: int = getattr(self, role)
+        return count
+
+
+class Decision(NamedTuple):
+    """A change of the number of processes of a role, with its evidence.
+
+    Attributes:
+        role: the role.
+        before: number of its processes.
+        after: number that they should be.
+        reason: the rule.
+        value: the measurement that the rule compares with a limit.
+        evidence: sentence with the measurements.
+        blocked: why the change is not made; empty if it is.
+    """
+
+    role: ScaledRole
+    before: int
+    after: int
+    reason: Reason
+    value: float
+    evidence: str
+    blocked: str = ""
+
+    def __str__(self) -> str:
+        change = f"{self.role} {self.before} -> {self.after}: {self.evidence}"
+        return f"{change}; not done: {self.blocked}" if self.blocked else change
+
+
+class _Increase(NamedTuple):
+    """The last increase of a role by the scaler, while its reason has not ended."""
+
+    reason: Reason
+    before: int
+    after: int
+    value: float
+
+
+class ScalingRules:
+    """Decides by windows of measurements. For one thread.
+
+    Calls are in the order of time. `decide` has at most one change per call, so that the next window shows its effect.
+
+    Args:
+        scaler: bounds and limits.
+    """
+
+    def __init__(self, scaler: Scaler) -> None:
+        self._scaler = scaler
+        self._counts: tuple[int, ...] | None = None
+        self._changed_at = -math.inf
+        self._increased: dict[ScaledRole, _Increase] = {}
+        self._decreased: dict[ScaledRole, tuple[int, float]] = {}
+        """By role, the number before the last decrease, and its time."""
+        self._least: dict[ScaledRole, int] = {}
+        """By role, the number below which it is not decreased: it had to be increased again soon."""
+
+    def decide(self, load: MeasuredLoad, now: float) -> Decision | None:
+        """Returns what to change after a window; call `changed` once it is done.
+
+        Args:
+            load: what was measured in the window.
+            now: time in seconds.
+
+        Returns:
+            The first change, by urgency, that is possible; else the first increase that is due and blocked; else None.
+        """
+        counts = tuple(load.count(role) for role in SCALED)
+        if self._counts is not None and counts != self._counts:  # By a command or the program.
+            self._changed_at = now
+        self._counts = counts
+        due = list(_increases(self._scaler, load))
+        for role, increase in list(self._increased.items()):
+            if not any((d.role, d.reason) == (role, increase.reason) for d in due):
+                del self._increased[role]  # It has helped.
+        if now < self._changed_at + self._scaler.cool_down_seconds:
+            return None
+        increases = [self._judged(decision) for decision in due]
+        decreases = [self._judged(decision) for decision in _decreases(self._scaler, load)]
+        possible = (decision for decision in (*increases, *decreases) if not decision.blocked)
+        return next(possible, increases[0] if increases else None)
+
+    def changed(self, decision: Decision, now: float, *, failed: bool = False) -> None:
+        """Notes that a change has ended: the cool-down begins.
+
+        Args:
+            decision: the change.
+            now: time in seconds.
+            failed: whether the number of processes is as before.
+        """
+        self._changed_at = now
+        if failed:
+            return
+        assert self._counts is not None
+        self._counts = tuple(
+            decision.after if role == decision.role else count for role, count in zip(SCALED, self._counts, strict=True)
+        )
+        role, before, after, reason, value = decision[:5]
+        self._increased.pop(role, None)
+        if after < before:
+            self._decreased[role] = before, now
+            return
+        self._increased[role] = _Increase(reason, before, after, value)
+        number, decreased_at = self._decreased.pop(role, (0, -math.inf))
+        if now < decreased_at + SOON * self._scaler.cool_down_seconds:
+            self._least[role] = number
+
+    def _judged(self, decision: Decision) -> Decision:
+        """Returns a decision within its bounds, with the reason if it cannot be made."""
+        role, before = decision.role, decision.before
+        bounds = self._scaler.bounds(role)
+        if bounds is None:
+            return decision._replace(blocked=f"Scaler.{role} has no bounds")
+        low, high = bounds
+        if not low <= before <= high:
+            return decision._replace(blocked=f"{before} was set by hand, and is not from {low} to {high}")
+        if decision.after < before:
+            low = max(low, min(self._least.get(role, low), before))
+        after = max(low, min(decision.after, high))
+        if after == before:
+            return decision._replace(blocked=f"{before} is the {'maximum' if decision.after > before else 'minimum'}")
+        decision = decision._replace(after=after)
+        last = self._increased.get(role)
+        if after < before or last is None or last.reason != decision.reason or decision.value <= HELPED * last.value:
+            return decision
+        return decision._replace(
+            blocked=f"{last.before} -> {last.after} did not help: {last.value:.0%} before, {decision.value:.0%} after"
+        )
+
+
+def _increases(scaler: Scaler, load: MeasuredLoad) -> Iterator[Decision]:
+    """Yields the increases that the measurements call for, the most urgent first, without regard to bounds."""
+    ps, workers = load.ps_processors / scaler.processors, load.worker_processors / scaler.processors
+    servers = f"an embedding PS uses {load.ps_processors:.0%} of its processors"
+    use = f"{servers}, embedding workers {load.worker_processors:.0%} of theirs"
+
+    if load.ps_memory > scaler.memory:
+        after = _needed(load.ps, load.ps_memory / scaler.memory)
+        evidence = f"{load.ps_memory:.0%} of the memory of an embedding PS is used, above {scaler.memory:.0%}"
+        yield Decision("ps", load.ps, after, "memory", load.ps_memory, evidence)
+    if ps > 1:
+        evidence = f"{servers}, above {scaler.processors:.0%}"
+        yield Decision("ps", load.ps, _needed(load.ps, ps), "processors", load.ps_processors, evidence)
+    if load.lookups > scaler.waiting and max(ps, workers) >= BUSY:
+        evidence = (
+            f"NN workers wait for lookups for {load.lookups:.0%} of their time, above {scaler.waiting:.0%}; {use}"
+        )
+        yield _more(load, "ps" if ps >= workers else "embedding_workers", "lookups", load.lookups, evidence)
+    if load.loading > scaler.waiting and not load.source_idle:
+        evidence = (
+            f"NN workers wait for data for {load.loading:.0%} of their time, above {scaler.waiting:.0%}; data loaders "
+            f"are busy for {load.loaders_busy:.0%} of theirs, embedding workers use {load.worker_processors:.0%} of "
+            "their processors"
+        )
+        if workers >= 1:  # Data loaders wait for them, to register batches.
+            yield _more(load, "embedding_workers", "loading", load.loading, evidence)
+        elif load.loaders_busy >= BUSY:
+            yield _more(load, "data_loaders", "loading", load.loading, evidence)
+
+
+def _decreases(scaler: Scaler, load: MeasuredLoad) -> Iterator[Decision]:
+    """Yields the decreases by one process that the measurements allow, without regard to bounds.
+
+    The processes that stay would have less work than an increase needs.
+    """
+    loading = 0.0 if load.source_idle else load.loading
+    if max(load.lookups, loading) > BUSY * scaler.waiting:
+        return
+    waits = f"NN workers wait for lookups for {load.lookups:.0%} of their time, for data for {load.loading:.0%}"
+
+    def fits(role: ScaledRole, share: float, limit: float) -> bool:
+        count = load.count(role)
+        return count > 1 and share * count / (count - 1) <= TARGET * limit
+
+    light = fits("ps", load.ps_memory, scaler.memory) and fits("ps", load.ps_processors, BUSY * scaler.processors)
+    if light and not load.rows_stay:
+        evidence = f"{waits}; an embedding PS uses {load.ps_processors:.0%} of its processors"
+        evidence += f", and {load.ps_memory:.0%} of its memory is used"
+        yield Decision("ps", load.ps, load.ps - 1, "idle", load.ps_processors, evidence)
+    if fits("embedding_workers", load.worker_processors, BUSY * scaler.processors):
+        count = load.embedding_workers
+        evidence = f"{waits}; embedding workers use {load.worker_processors:.0%} of their processors"
+        yield Decision("embedding_workers", count, count - 1, "idle", load.worker_processors, evidence)
+    if fits("data_loaders", load.loaders_busy, BUSY) and not load.source_idle:
+        count = load.data_loaders
+        evidence = f"{waits}; data loaders are busy for {load.loaders_busy:.0%} of their time"
+        yield Decision("data_loaders", count, count - 1, "idle", load.loaders_busy, evidence)
+
+
+def _needed(count: int, load: float) -> int:
+    """Returns the number of processes that bring a load from above its limit, which is 1, to the target; at most twice."""
+    return max(count + 1, min(2 * count, math.ceil(count * load / TARGET)))
+
+
+def _more(load: MeasuredLoad, role: ScaledRole, reason: Reason, value: float, evidence: str) -> Decision:
+    """Returns an increase of what NN workers wait for."""
+    count = load.count(role)
+    return Decision(role, count, max(count + 1, math.ceil(count * GROWTH)), reason, value, evidence)

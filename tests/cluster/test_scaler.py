@@ -1,0 +1,247 @@
+"""The rules of a `Scaler`: what measurements call for, without processes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia.cluster import RayOptions, Scaler
+from persia.cluster.scaler import SCALED, Decision, MeasuredLoad, ScalingRules
+from persia.errors import ConfigError
+
+BOUNDS = {"ps": (1, 8), "embedding_workers": (1, 8), "data_loaders": (1, 8)}
+SCALER = Scaler(**BOUNDS, cool_down_seconds=100.0)
+IDLE = MeasuredLoad(1, 1, 1)
+
+shares = st.floats(0, 1.2)
+loads = st.builds(
+    MeasuredLoad,
+    *(st.integers(1, 12) for _ in SCALED),
+    lookups=shares,
+    loading=shares,
+    ps_memory=shares,
+    ps_processors=shares,
+    worker_processors=shares,
+    loaders_busy=shares,
+    source_idle=st.booleans(),
+    rows_stay=st.booleans(),
+)
+
+
+def decided(load: MeasuredLoad, scaler: Scaler = SCALER) -> tuple[str, int, int, str] | None:
+    decision = ScalingRules(scaler).decide(load, 0.0)
+    assert decision is None or not decision.blocked
+    return decision[:4] if decision is not None else None
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        (IDLE, None),
+        # Memory and processors of PSs, down to three quarters of the limit.
+        (IDLE._replace(ps=2, ps_memory=0.81), ("ps", 2, 3, "memory")),
+        (IDLE._replace(ps=4, ps_memory=0.95), ("ps", 4, 7, "memory")),
+        (IDLE._replace(ps=2, ps_processors=0.9), ("ps", 2, 3, "processors")),
+        (IDLE._replace(ps=2, ps_processors=3.0), ("ps", 2, 4, "processors")),
+        (IDLE._replace(ps_memory=0.8, ps_processors=0.8), None),
+        # Lookups: the busier of both roles, a quarter more of it.
+        (IDLE._replace(lookups=0.3, ps_processors=0.7, worker_processors=0.5), ("ps", 1, 2, "lookups")),
+        (IDLE._replace(lookups=0.3, ps_processors=0.5, worker_processors=0.7), ("embedding_workers", 1, 2, "lookups")),
+        (
+            IDLE._replace(embedding_workers=5, lookups=0.3, worker_processors=0.7),
+            ("embedding_workers", 5, 7, "lookups"),
+        ),
+        # Neither is busy: the network, or other NN workers.
+        (IDLE._replace(lookups=0.3, ps_processors=0.3, worker_processors=0.3), None),
+        # Data: from loaders, unless these wait for embedding workers, or the source has no more.
+        (IDLE._replace(loading=0.3, loaders_busy=0.9), ("data_loaders", 1, 2, "loading")),
+        (IDLE._replace(loading=0.3, loaders_busy=0.2), None),
+        (IDLE._replace(loading=0.3, worker_processors=0.9), ("embedding_workers", 1, 2, "loading")),
+        (IDLE._replace(loading=0.3, loaders_busy=0.9, source_idle=True), None),
+        # Fewer, if those that stay have little to do.
+        (IDLE._replace(ps=4, ps_memory=0.4, ps_processors=0.2), ("ps", 4, 3, "idle")),
+        (IDLE._replace(ps=4, ps_memory=0.5, ps_processors=0.2), None),
+        (IDLE._replace(ps=4, ps_memory=0.4, ps_processors=0.3), None),
+        (IDLE._replace(ps=4, ps_memory=0.4, rows_stay=True), None),
+        (IDLE._replace(ps=4, ps_memory=0.4, lookups=0.06), None),
+        (IDLE._replace(embedding_workers=2, worker_processors=0.1), ("embedding_workers", 2, 1, "idle")),
+        (IDLE._replace(embedding_workers=2, worker_processors=0.2), None),
+        (IDLE._replace(data_loaders=3, loaders_busy=0.2), ("data_loaders", 3, 2, "idle")),
+        (IDLE._replace(data_loaders=3, loaders_busy=0.3), None),
+        # The most urgent one first.
+        (IDLE._replace(ps_memory=0.9, lookups=0.3, worker_processors=0.9), ("ps", 1, 2, "memory")),
+    ],
+)
+def test_what_measurements_call_for(load, expected):
+    assert decided(load) == expected
+
+
+def test_the_evidence_has_the_measurements():
+    load = IDLE._replace(ps=2, lookups=0.31, ps_processors=0.45, worker_processors=0.92)
+    decision = ScalingRules(SCALER).decide(load, 0.0)
+    assert str(decision) == (
+        "embedding_workers 1 -> 2: NN workers wait for lookups for 31% of their time, above 10%; an embedding PS uses "
+        "45% of its processors, embedding workers 92% of theirs"
+    )
+
+
+def test_what_stands_in_the_way():
+    full = IDLE._replace(ps=4, ps_memory=0.9)
+    rules = ScalingRules(Scaler(ps=(1, 4)))
+    assert rules.decide(full, 0.0).blocked == "4 is the maximum"
+    assert ScalingRules(Scaler()).decide(full, 0.0).blocked == "Scaler.ps has no bounds"
+    assert ScalingRules(Scaler(ps=(1, 3))).decide(full, 0.0).blocked == "4 was set by hand, and is not from 1 to 3"
+    # Something else may be done meanwhile; and nobody needs to know that a number cannot be lower.
+    busy = full._replace(loading=0.5, loaders_busy=1.0)
+    assert ScalingRules(Scaler(ps=(1, 4), data_loaders=(1, 2))).decide(busy, 0.0).role == "data_loaders"
+    assert ScalingRules(Scaler(ps=(4, 8))).decide(full._replace(ps_memory=0.1), 0.0) is None
+
+
+def test_an_increase_that_has_not_helped_is_not_repeated():
+    """As for PSs that share the memory of one host."""
+    rules = ScalingRules(SCALER)
+    full = IDLE._replace(ps_memory=0.9)
+    rules.changed(rules.decide(full, 0.0), 10.0)
+    full = full._replace(ps=2, ps_memory=0.88)
+    assert rules.decide(full, 109.0) is None  # The cool-down.
+    assert rules.decide(full, 110.0).blocked == "1 -> 2 did not help: 90% before, 88% after"
+    assert rules.decide(full._replace(loading=0.5, loaders_busy=1.0), 120.0).role == "data_loaders"
+    # It has helped once its reason has ended: then there is more to do than before.
+    assert rules.decide(full._replace(ps_memory=0.7), 130.0) is None
+    assert rules.decide(full, 140.0)[:4] == ("ps", 2, 3, "memory")
+
+
+def test_an_increase_that_has_helped_is_followed_by_another_one():
+    rules = ScalingRules(SCALER)
+    slow = IDLE._replace(loading=0.8, loaders_busy=1.0)
+    rules.changed(rules.decide(slow, 0.0), 0.0)
+    assert rules.decide(slow._replace(data_loaders=2, loading=0.7), 100.0)[:3] == ("data_loaders", 2, 3)
+
+
+def test_a_decrease_that_was_a_mistake_is_not_repeated():
+    rules = ScalingRules(SCALER)
+    idle = IDLE._replace(data_loaders=3)
+    rules.changed(rules.decide(idle, 0.0), 0.0)
+    slow = idle._replace(data_loaders=2, loading=0.5, loaders_busy=0.6)
+    rules.changed(rules.decide(slow, 100.0), 100.0)
+    assert rules.decide(idle, 300.0) is None
+    assert rules.decide(idle._replace(data_loaders=4), 400.0) is None  # By hand: the cool-down begins.
+    assert rules.decide(idle._replace(data_loaders=4), 500.0)[:3] == ("data_loaders", 4, 3)
+
+
+def test_after_a_change_by_anybody_nothing_is_changed_for_a_while():
+    rules = ScalingRules(SCALER)
+    assert rules.decide(IDLE, 0.0) is None
+    full = IDLE._replace(ps=2, ps_memory=0.9)
+    assert rules.decide(full, 10.0) is None  # `persia control scale` has added a PS.
+    assert rules.decide(full, 109.0) is None
+    decision = rules.decide(full, 110.0)
+    assert decision[:3] == ("ps", 2, 3)
+    rules.changed(decision, 200.0, failed=True)
+    assert rules.decide(full, 299.0) is None
+    assert rules.decide(full, 300.0) == decision
+
+
+@given(loads, st.integers(1, 8), st.integers(0, 8))
+def test_no_decision_leaves_the_bounds(load, low, more):
+    scaler = Scaler(ps=(low, low + more), embedding_workers=(low, low + more), data_loaders=(low, low + more))
+    decision = ScalingRules(scaler).decide(load, 0.0)
+    if decision is not None and not decision.blocked:
+        assert low <= decision.after <= low + more
+        assert decision.after != decision.before == load.count(decision.role)
+
+
+def spread(load: MeasuredLoad, decision: Decision) -> MeasuredLoad:
+    """The measurements if the same work is divided among the processes that there are now, and waits are as before."""
+    ratio = decision.before / decision.after
+    fields = {
+        "ps": ("ps_memory", "ps_processors"),
+        "embedding_workers": ("worker_processors",),
+        "data_loaders": ("loaders_busy",),
+    }[decision.role]
+    return load._replace(**{decision.role: decision.after}, **{field: getattr(load, field) * ratio for field in fields})
+
+
+@given(loads, st.booleans())
+def test_a_change_does_not_call_for_its_opposite(load, helps):
+    """Neither if the same is measured, nor if the same work is divided."""
+    rules = ScalingRules(SCALER)
+    decision = rules.decide(load, 0.0)
+    if decision is None or decision.blocked:
+        return
+    rules.changed(decision, 0.0)
+    after = spread(load, decision) if helps else load._replace(**{decision.role: decision.after})
+    if decision.after > decision.before and helps and decision.reason in ("lookups", "loading"):
+        after = after._replace(lookups=0.0, loading=0.0)  # It has ended the waits.
+    again = rules.decide(after, SCALER.cool_down_seconds)
+    if again is not None and again.role == decision.role and not again.blocked:
+        assert (again.after > again.before) == (decision.after > decision.before)
+
+
+@given(
+    st.tuples(*(st.integers(1, 8) for _ in SCALED)),
+    st.tuples(*(st.floats(0.05, 5.0) for _ in range(4))),
+    st.floats(20.0, 400.0),
+)
+def test_constant_work_comes_to_rest_within_the_cool_downs(counts, work, window):
+    """Work in processes: of memory and processors of PSs, of embedding workers, of data loaders. Waits when too few."""
+    memory, servers, workers, loaders = work
+    scaler = Scaler(**BOUNDS, window_seconds=window, cool_down_seconds=100.0)
+    rules, now, changed = ScalingRules(scaler), 0.0, -math.inf
+    directions: dict[str, list[int]] = {role: [] for role in SCALED}
+    numbers = dict(zip(SCALED, counts, strict=True))
+    for _ in range(40 * math.ceil(100.0 / window) + 40):
+        now += window
+        ps, of_workers, of_loaders = numbers.values()
+        late = [servers / ps, workers / of_workers, loaders / of_loaders]
+        load = MeasuredLoad(
+            **numbers,
+            lookups=max(0.0, 1 - 1 / max(late[0], late[1], 1.0)),
+            loading=max(0.0, 1 - 1 / max(late[2], 1.0)),
+            ps_memory=memory / ps,
+            ps_processors=min(1.0, late[0]),
+            worker_processors=min(1.0, late[1]),
+            loaders_busy=min(1.0, late[2]),
+        )
+        decision = rules.decide(load, now)
+        if decision is None or decision.blocked:
+            continue
+        assert now >= changed + scaler.cool_down_seconds
+        changed = now
+        numbers[decision.role] = decision.after
+        directions[decision.role].append(decision.after - decision.before)
+        rules.changed(decision, now)
+    assert changed < now - 2 * (window + scaler.cool_down_seconds)
+    for steps in directions.values():
+        assert not any(a * b < 0 for a, b in itertools.pairwise(steps))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ps": 3}, r"Invalid ps = 3; expected a minimum and a maximum number of processes, such as \(2, 8\)"),
+        ({"ps": (0, 3)}, "Invalid minimum of ps = 0"),
+        ({"data_loaders": (3, 2)}, "Invalid maximum of data_loaders = 2; expected a whole number from 3 to 256"),
+        ({"embedding_workers": (1, 257)}, "Invalid maximum of embedding_workers = 257"),
+        ({"waiting": 0.0}, "Invalid waiting"),
+        ({"memory": 1.5}, "Invalid memory"),
+        ({"window_seconds": 0.0}, "Invalid window_seconds"),
+        ({"dry_run": "no"}, "Invalid dry_run"),
+    ],
+)
+def test_arguments_that_are_not_valid(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Scaler(**arguments)
+    with pytest.raises(ConfigError, match="Invalid scaler"):
+        RayOptions(scaler=arguments)
+
+
+def test_the_first_number_is_within_the_bounds():
+    Scaler(ps=(2, 4)).check_count("ps", 2)
+    Scaler().check_count("ps", 1)
+    with pytest.raises(ConfigError, match=r"Invalid Ray.ps = 1: the scaler keeps it from 2 to 4. Start with a number"):
+        Scaler(ps=(2, 4)).check_count("ps", 1)
