@@ -334,7 +334,7 @@ def _decreases(scaler: Scaler, load: MeasuredLoad) -> Iterator[Decision]:
 
 
 def _needed(count: int, load: float) -> int:
-    """Returns the number of processes that bring a load from above its limit, which is 1, to the target; at most twice."""
+    """Returns how many processes bring a load above its limit, which is 1, to the target; at most twice as many."""
     return max(count + 1, min(2 * count, math.ceil(count * load / TARGET)))
 
 
