@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia.cluster import RayOptions, Scaler
-from persia.cluster.scaler import SCALED, Decision, MeasuredLoad, ScalingRules
+from persia.cluster.scaler import SCALED, MeasuredLoad, ScalingDecision, ScalingRules
 from persia.errors import ConfigError
 
 BOUNDS = {"ps": (1, 8), "embedding_workers": (1, 8), "data_loaders": (1, 8)}
@@ -32,7 +32,7 @@ loads = st.builds(
 )
 
 
-def change(decision: Decision | None) -> tuple[str, int, int, str] | None:
+def change(decision: ScalingDecision | None) -> tuple[str, int, int, str] | None:
     """A decision that is not blocked."""
     assert decision is None or not decision.blocked
     return decision[:4] if decision is not None else None
@@ -156,7 +156,7 @@ def test_no_decision_leaves_the_bounds(load, low, more):
         assert decision.after != decision.before == load.count(decision.role)
 
 
-def spread(load: MeasuredLoad, decision: Decision) -> MeasuredLoad:
+def spread(load: MeasuredLoad, decision: ScalingDecision) -> MeasuredLoad:
     """The measurements if the same work is divided among the processes that there are now, and waits are as before."""
     ratio = decision.before / decision.after
     fields = {

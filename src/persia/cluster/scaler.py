@@ -15,7 +15,16 @@ import msgspec
 from persia.checks import check_flag, check_integer, check_number, check_seconds, plain, plain_fields
 from persia.errors import ConfigError
 
-__all__ = ["MAX_PROCESSES", "SCALED", "Decision", "MeasuredLoad", "Reason", "ScaledRole", "Scaler", "ScalingRules"]
+__all__ = [
+    "MAX_PROCESSES",
+    "SCALED",
+    "MeasuredLoad",
+    "Reason",
+    "ScaledRole",
+    "Scaler",
+    "ScalingDecision",
+    "ScalingRules",
+]
 
 ScaledRole: TypeAlias = Literal["ps", "embedding_workers", "data_loaders"]
 Reason: TypeAlias = Literal["memory", "processors", "lookups", "loading", "idle"]
@@ -113,7 +122,7 @@ class Scaler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MeasuredLoad(NamedTuple):
-    """What was measured while a cluster trained for a window. Shares are from 0 to about 1.
+    """Measurements of a window in which a cluster trained. Shares are from 0 to about 1.
 
     Attributes:
         ps: number of embedding PSs.
@@ -147,7 +156,7 @@ class MeasuredLoad(NamedTuple):
         return count
 
 
-class Decision(NamedTuple):
+class ScalingDecision(NamedTuple):
     """A change of the number of processes of a role, with its evidence.
 
     Attributes:
@@ -201,7 +210,7 @@ class ScalingRules:
         self._least: dict[ScaledRole, int] = {}
         """By role, the number below which it is not decreased: it had to be increased again soon."""
 
-    def decide(self, load: MeasuredLoad, now: float) -> Decision | None:
+    def decide(self, load: MeasuredLoad, now: float) -> ScalingDecision | None:
         """Returns what to change after a window; call `changed` once it is done.
 
         Args:
@@ -226,7 +235,7 @@ class ScalingRules:
         possible = (decision for decision in (*increases, *decreases) if not decision.blocked)
         return next(possible, increases[0] if increases else None)
 
-    def changed(self, decision: Decision, now: float, *, failed: bool = False) -> None:
+    def changed(self, decision: ScalingDecision, now: float, *, failed: bool = False) -> None:
         """Notes that a change has ended: the cool-down begins.
 
         Args:
@@ -251,7 +260,7 @@ class ScalingRules:
         if now < decreased_at + SOON * self._scaler.cool_down_seconds:
             self._least[role] = number
 
-    def _judged(self, decision: Decision) -> Decision:
+    def _judged(self, decision: ScalingDecision) -> ScalingDecision:
         """Returns a decision within its bounds, with the reason if it cannot be made."""
         role, before = decision.role, decision.before
         bounds = self._scaler.bounds(role)
@@ -274,7 +283,7 @@ class ScalingRules:
         )
 
 
-def _increases(scaler: Scaler, load: MeasuredLoad) -> Iterator[Decision]:
+def _increases(scaler: Scaler, load: MeasuredLoad) -> Iterator[ScalingDecision]:
     """Yields the increases that the measurements call for, the most urgent first, without regard to bounds."""
     ps, workers = load.ps_processors / scaler.processors, load.worker_processors / scaler.processors
     servers = f"an embedding PS uses {load.ps_processors:.0%} of its processors"
@@ -283,10 +292,10 @@ def _increases(scaler: Scaler, load: MeasuredLoad) -> Iterator[Decision]:
     if load.ps_memory > scaler.memory:
         after = _needed(load.ps, load.ps_memory / scaler.memory)
         evidence = f"{load.ps_memory:.0%} of the memory of an embedding PS is used, above {scaler.memory:.0%}"
-        yield Decision("ps", load.ps, after, "memory", load.ps_memory, evidence)
+        yield ScalingDecision("ps", load.ps, after, "memory", load.ps_memory, evidence)
     if ps > 1:
         evidence = f"{servers}, above {scaler.processors:.0%}"
-        yield Decision("ps", load.ps, _needed(load.ps, ps), "processors", load.ps_processors, evidence)
+        yield ScalingDecision("ps", load.ps, _needed(load.ps, ps), "processors", load.ps_processors, evidence)
     if load.lookups > scaler.waiting and max(ps, workers) >= BUSY:
         evidence = (
             f"NN workers wait for lookups for {load.lookups:.0%} of their time, above {scaler.waiting:.0%}; {use}"
@@ -304,7 +313,7 @@ def _increases(scaler: Scaler, load: MeasuredLoad) -> Iterator[Decision]:
             yield _more(load, "data_loaders", "loading", load.loading, evidence)
 
 
-def _decreases(scaler: Scaler, load: MeasuredLoad) -> Iterator[Decision]:
+def _decreases(scaler: Scaler, load: MeasuredLoad) -> Iterator[ScalingDecision]:
     """Yields the decreases by one process that the measurements allow, without regard to bounds.
 
     The processes that stay would have less work than an increase needs.
@@ -322,15 +331,15 @@ def _decreases(scaler: Scaler, load: MeasuredLoad) -> Iterator[Decision]:
     if light and not load.rows_stay:
         evidence = f"{waits}; an embedding PS uses {load.ps_processors:.0%} of its processors"
         evidence += f", and {load.ps_memory:.0%} of its memory is used"
-        yield Decision("ps", load.ps, load.ps - 1, "idle", load.ps_processors, evidence)
+        yield ScalingDecision("ps", load.ps, load.ps - 1, "idle", load.ps_processors, evidence)
     if fits("embedding_workers", load.worker_processors, BUSY * scaler.processors):
         count = load.embedding_workers
         evidence = f"{waits}; embedding workers use {load.worker_processors:.0%} of their processors"
-        yield Decision("embedding_workers", count, count - 1, "idle", load.worker_processors, evidence)
+        yield ScalingDecision("embedding_workers", count, count - 1, "idle", load.worker_processors, evidence)
     if fits("data_loaders", load.loaders_busy, BUSY) and not load.source_idle:
         count = load.data_loaders
         evidence = f"{waits}; data loaders are busy for {load.loaders_busy:.0%} of their time"
-        yield Decision("data_loaders", count, count - 1, "idle", load.loaders_busy, evidence)
+        yield ScalingDecision("data_loaders", count, count - 1, "idle", load.loaders_busy, evidence)
 
 
 def _needed(count: int, load: float) -> int:
@@ -338,7 +347,7 @@ def _needed(count: int, load: float) -> int:
     return max(count + 1, min(2 * count, math.ceil(count * load / TARGET)))
 
 
-def _more(load: MeasuredLoad, role: ScaledRole, reason: Reason, value: float, evidence: str) -> Decision:
+def _more(load: MeasuredLoad, role: ScaledRole, reason: Reason, value: float, evidence: str) -> ScalingDecision:
     """Returns an increase of what NN workers wait for."""
     count = load.count(role)
-    return Decision(role, count, max(count + 1, math.ceil(count * GROWTH)), reason, value, evidence)
+    return ScalingDecision(role, count, max(count + 1, math.ceil(count * GROWTH)), reason, value, evidence)

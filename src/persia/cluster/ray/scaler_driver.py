@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from persia import rpc
 from persia.cluster.measured_load import measure
 from persia.cluster.ray.roles import Roles
-from persia.cluster.scaler import SCALED, Decision, MeasuredLoad, Scaler, ScalingRules
+from persia.cluster.scaler import SCALED, MeasuredLoad, Scaler, ScalingDecision, ScalingRules
 from persia.errors import ClosedError, PersiaError
 from persia.membership.observing import Answer, ask_members
 from persia.services import BucketMaps
@@ -109,7 +109,7 @@ class ScalerDriver:
         """Begins another window with the next look: nothing is trained, or something has changed."""
         self._before = None
 
-    def look(self, *, reserved: int | None = None, rows_stay: bool = False) -> Decision | None:
+    def look(self, *, reserved: int | None = None, rows_stay: bool = False) -> ScalingDecision | None:
         """Ends a window and begins the next one. Blocks while processes start or end.
 
         Args:
@@ -137,7 +137,7 @@ class ScalerDriver:
         self._report(self._readings(load, decision))
         return decision
 
-    def _act(self, decision: Decision, load: MeasuredLoad) -> None:
+    def _act(self, decision: ScalingDecision, load: MeasuredLoad) -> None:
         if decision.blocked:
             self._note(decision, "blocked", str(decision))
         elif self._scaler.dry_run:
@@ -146,7 +146,7 @@ class ScalerDriver:
         else:
             self._change(decision, load)
 
-    def _change(self, decision: Decision, load: MeasuredLoad) -> None:
+    def _change(self, decision: ScalingDecision, load: MeasuredLoad) -> None:
         begun = f"{decision}; begun"
         LOG.warning("scaler: %s", begun)
         self._report(self._readings(load, decision, _stamped(begun)))  # Processes start and rows move for minutes.
@@ -164,7 +164,7 @@ class ScalerDriver:
         self._rules.changed(decision, self._clock(), failed=bool(failure))
         self.forget()
 
-    def _note(self, decision: Decision, state: str, text: str) -> None:
+    def _note(self, decision: ScalingDecision, state: str, text: str) -> None:
         noted = (decision.role, decision.before, decision.after, decision.reason, state)
         if noted == self._noted:
             return
@@ -173,7 +173,7 @@ class ScalerDriver:
         self._notes.append(_stamped(text))
         LOG.warning("scaler: %s", text)
 
-    def _readings(self, load: MeasuredLoad, decision: Decision | None, *notes: str) -> Readings:
+    def _readings(self, load: MeasuredLoad, decision: ScalingDecision | None, *notes: str) -> Readings:
         wanted = {role: float(load.count(role)) for role in SCALED}
         if decision is not None:
             wanted[decision.role] = decision.after
