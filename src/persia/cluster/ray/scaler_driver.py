@@ -45,7 +45,7 @@ def start_scaler(roles: Roles, scaler: Scaler, scale: Callable[..., object]) -> 
     _, plan, coordinator = roles.started(check=False)
     maps = rpc.cast_to(BucketMaps, coordinator)
     ask = functools.partial(ask_members, plan.coordinator, ANSWER_SECONDS)
-    driver = ScalerDriver(scaler, ask, scale, lambda report: maps.report_scaler(report))
+    driver = ScalerDriver(scaler, ask, scale, maps.report_scaler)
 
     def work() -> None:
         window = time.monotonic()
