@@ -13,11 +13,16 @@ from persia.nn.pooling import SequenceEmbedding
 from persia.schema import IdFeature, Schema
 from support.histories import (
     LENGTH,
+    PAIRS,
     Numbers,
+    events_of,
     history_schema,
+    layer_norm,
     leaves,
     made_inputs,
     outcome,
+    predicted,
+    side_by_side,
     sigmoid,
     softmax,
 )
@@ -28,21 +33,11 @@ def two_tower(schema):
 
 
 MODELS = [DIN, DIEN, YouTubeDNN, SASRec, HSTU, two_tower]
-PAIRS = [("items", "item"), ("shops", "shop")]
 
 
 def read(make, embeddings):
     """Embeddings that the model reads."""
     return {name: e for name, e in embeddings.items() if make is not SASRec or name != "user"}
-
-
-def events_of(numbers, row, reverse=False, names=("items", "shops")):
-    events = np.concatenate([numbers.events[name][row] for name in names], 1)
-    return events[::-1] if reverse else events
-
-
-def side_by_side(numbers, row, first):
-    return np.concatenate([first, *(numbers.pooled[n][row] for n in ("user", "item", "shop")), numbers.dense[row]])
 
 
 def test_din_weighs_each_event_by_the_candidate():
@@ -71,16 +66,6 @@ def gru(numbers, events):
         state = (1 - update) * np.tanh(a[12:] + reset * b[12:]) + update * state
         states.append(state)
     return states
-
-
-def predicted(states, events, others):
-    """Mean loss of a sample's predictions of its next events."""
-    terms = [0.0]
-    for t, (state, event) in enumerate(zip(states, events[1:], strict=False), start=1):
-        terms.append(-np.log(sigmoid(state @ event)))
-        if t < len(others):
-            terms[-1] -= np.log(1 - sigmoid(state @ others[t]))
-    return sum(terms) / max(1, len(terms) - 1)
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
@@ -203,7 +188,7 @@ def test_padding_of_a_single_sequence_has_no_gradient(make):
     assert items.values.grad[items.mask].abs().sum(1).gt(0).all()
 
 
-@pytest.mark.parametrize("make", [DIEN, SASRec])
+@pytest.mark.parametrize("make", [DIEN, SASRec, HSTU])
 def test_an_event_that_did_follow_is_no_negative(make):
     schema = history_schema()
     model = make(schema, history=PAIRS[:1])
@@ -281,15 +266,6 @@ def test_no_model_waits_for_the_device(make, monkeypatch):
     logits, loss = outcome(model, dense.to("meta"), embeddings)
     assert logits.shape == (len(dense), 1)
     loss.backward()
-
-
-def test_hstu_groups_samples_on_a_cpu_as_it_pads_them_elsewhere():
-    schema = history_schema()
-    model = HSTU(schema)
-    dense, embeddings = made_inputs(schema, rows=23)
-    padded = model._states(model.input.events(embeddings))
-    whole = model.deep(torch.cat([padded, *model.input.rest(embeddings), dense], 1))
-    torch.testing.assert_close(model(dense, embeddings), whole)
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -394,11 +370,6 @@ def test_bad_arguments_are_refused(build, match):
         build(history_schema(extra=WIDE))
 
 
-def layer_norm(numbers, name, x):
-    normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
-    return normal * numbers.of[f"{name}.weight"] + numbers.of[f"{name}.bias"]
-
-
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("newest_first", [False, True])
 def test_sasrec_attends_to_earlier_events(heads, newest_first):
@@ -434,33 +405,6 @@ def test_sasrec_attends_to_earlier_events(heads, newest_first):
     assert isinstance(model.eval()(dense, embeddings), torch.Tensor)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("newest_first", [False, True])
-def test_hstu_puts_the_candidate_behind_the_history(heads, newest_first):
-    schema = history_schema()
-    model = HSTU(schema, newest_first=newest_first, heads=heads, layers=3, hidden=(8,))
-    dense, embeddings = made_inputs(schema)
-    numbers = Numbers(model, dense, embeddings)
-    expected = []
-    for row in range(len(dense)):
-        candidate = np.concatenate([numbers.pooled["item"][row], numbers.pooled["shop"][row]])
-        x = np.concatenate([events_of(numbers, row, newest_first), [candidate]])
-        x = x + numbers.of["positions"][: len(x)]
-        for layer in range(3):
-            name = f"layers.{layer}"
-            y = numbers.linear(f"{name}.inputs", layer_norm(numbers, f"{name}.norm", x))
-            u, v, q, k = np.split(y * sigmoid(y), 4, 1)
-            attended = np.zeros_like(x)
-            for i in range(len(x)):
-                for j in range(i + 1):
-                    for part in np.split(np.arange(6), heads):
-                        score = q[i, part] @ k[j, part] + numbers.of[f"{name}.bias"][i - j]
-                        attended[i, part] += score * sigmoid(score) / (LENGTH + 1) * v[j, part]
-            x = x + numbers.linear(f"{name}.output", layer_norm(numbers, f"{name}.attended", attended) * u)
-        expected.append(numbers.mlp("deep", side_by_side(numbers, row, x[-1])))
-    np.testing.assert_allclose(model(dense, embeddings).detach().numpy(), expected, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("build", "match"),
     [
@@ -471,11 +415,6 @@ def test_hstu_puts_the_candidate_behind_the_history(heads, newest_first):
         (lambda: SASRec(history_schema(), dropout=1.0), "dropout"),
         (lambda: SASRec(history_schema(extra=WIDE), history=[("items", "wide")]), "event has dim 4"),
         (lambda: SASRec(history_schema(), history=PAIRS, negatives=["items"]), "negatives has 1 features"),
-        (lambda: HSTU(history_schema(), heads=4), "heads = 4 does not divide"),
-        (lambda: HSTU(history_schema(), layers=0), "layers"),
-        (lambda: HSTU(history_schema(), hidden=(0,)), "width"),
-        (lambda: HSTU(history_schema(), history=[]), "needs a history"),
-        (lambda: HSTU(history_schema(extra=WIDE), history=[("items", "wide")]), "event has dim 4"),
     ],
 )
 def test_bad_arguments_of_attention_are_refused(build, match):

@@ -8,6 +8,7 @@ from persia.nn.pooling import SequenceEmbedding
 from persia.schema import IdFeature, Schema
 
 LENGTH = 5
+PAIRS = [("items", "item"), ("shops", "shop")]
 
 
 def history_schema(pooling="sum", labels=("click",), dense=2, extra=()):
@@ -84,6 +85,32 @@ class Numbers:
             if n != numbers[-1]:
                 x = np.maximum(x, 0)
         return x
+
+
+def events_of(numbers, row, reverse=False, names=("items", "shops")):
+    """The events of a sample, `[length, dim]`."""
+    events = np.concatenate([numbers.events[name][row] for name in names], 1)
+    return events[::-1] if reverse else events
+
+
+def side_by_side(numbers, row, first):
+    """What the deep network reads."""
+    return np.concatenate([first, *(numbers.pooled[n][row] for n in ("user", "item", "shop")), numbers.dense[row]])
+
+
+def predicted(states, events, others):
+    """Mean loss of a sample's predictions of its next events."""
+    terms = [0.0]
+    for t, (state, event) in enumerate(zip(states, events[1:], strict=False), start=1):
+        terms.append(-np.log(sigmoid(state @ event)))
+        if t < len(others):
+            terms[-1] -= np.log(1 - sigmoid(state @ others[t]))
+    return sum(terms) / max(1, len(terms) - 1)
+
+
+def layer_norm(numbers, name, x, eps=1e-5):
+    normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
+    return normal * numbers.of[f"{name}.weight"] + numbers.of[f"{name}.bias"]
 
 
 def sigmoid(x):

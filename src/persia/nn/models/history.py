@@ -15,7 +15,7 @@ from persia.nn.models.layers import feature_dims, feature_names, feature_pairs, 
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import IdFeature, Schema
 
-__all__ = ["Events", "HistoryInput", "NextItem", "check_heads", "masked_softmax", "next_item_loss"]
+__all__ = ["Events", "HistoryInput", "NextItem", "check_heads", "last_of", "masked_softmax", "next_item_loss"]
 
 
 class Events(NamedTuple):
@@ -42,8 +42,7 @@ class Events(NamedTuple):
         Args:
             states: `[batch, length, dim]`.
         """
-        index = (self.lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, states.shape[2])
-        return states.gather(1, index).squeeze(1) * self.mask[:, :1]
+        return last_of(states, self.mask)
 
 
 class HistoryInput:
@@ -135,10 +134,22 @@ class HistoryInput:
                 mask = mask & part.mask
             values = values * mask.unsqueeze(2)
         if self.newest_first:
-            position = torch.arange(mask.shape[1], device=mask.device)
-            index = (mask.sum(1, keepdim=True) - 1 - position).clamp(min=0)
-            values = values.gather(1, index.unsqueeze(2).expand_as(values)) * mask.unsqueeze(2)
+            values = self.in_time_order(values, mask) * mask.unsqueeze(2)
         return values, mask
+
+    def in_time_order(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Returns what the data list of each event, `[batch, length, ...]`, oldest first; padding has any of it.
+
+        Args:
+            values: in the order of the data.
+            mask: bool `[batch, length]`: where there is an event.
+        """
+        if not self.newest_first:
+            return values
+        position = torch.arange(mask.shape[1], device=mask.device)
+        index = (mask.sum(1, keepdim=True) - 1 - position).clamp(min=0)
+        index = index.view(*index.shape, *(1,) * (values.dim() - 2)).expand_as(values)
+        return values.gather(1, index)
 
     def rest(self, embeddings: Embeddings) -> list[Tensor]:
         """Returns the pooled features, the candidate's among them, and the means of other sequences."""
@@ -211,6 +222,17 @@ def check_heads(heads: int, width: int) -> None:
     check_integer("heads", heads, 1)
     if width % heads:
         raise ConfigError(f"heads = {heads} does not divide the width of an event, {width}.", field="heads")
+
+
+def last_of(states: Tensor, mask: Tensor) -> Tensor:
+    """Returns the state `[batch, dim]` at the last event; zeros where there is none.
+
+    Args:
+        states: `[batch, length, dim]`, of one event or more.
+        mask: bool `[batch, length]`: True for as many events as there are, then False.
+    """
+    index = (mask.sum(1) - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, states.shape[2])
+    return states.gather(1, index).squeeze(1) * mask[:, :1]
 
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:

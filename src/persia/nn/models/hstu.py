@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from persia.checks import check_integer, plain
-from persia.nn.models.history import Events, HistoryInput, check_heads
-from persia.nn.models.layers import mlp, output_count
+from persia.checks import check_integer, check_number, plain
+from persia.errors import ConfigError
+from persia.nn.losses import SchemaLoss
+from persia.nn.models.history import Events, HistoryInput, NextItem, check_heads, last_of, next_item_loss
+from persia.nn.models.layers import feature_names, mlp, output_count
+from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
+from persia.nn.targets import Targets
 from persia.schema import Schema
 
 __all__ = ["HSTU"]
 
 GROUPS = 4
 """Groups of samples of like length, on a CPU."""
+
+RECENCY = 0.5
+"""First bias of an event for itself; that of an event d positions later is 1 / (1 + d) of it."""
+
+CONTENT = 0.02
+"""Standard deviation of the first weights of queries and keys, as the authors' code has it."""
+
+AGE_BUCKETS = 128
+AGE_BASE = 0.301
+"""A bucket of times ends at e^0.301, or 1.35, times where it begins; 128 go beyond any time, in any unit."""
 
 
 class HSTU(nn.Module):
@@ -27,15 +43,30 @@ class HSTU(nn.Module):
 
         u, v, q, k = split(SiLU(f1(norm(x)))),  a = SiLU(q k' + bias) v / n,  y = x + f2(norm(a) * u),
 
-    with causal attention that is not normalised, a learned bias for each distance of positions, and n the largest
-    number of positions. A learned vector for each position, counted from the oldest event, is added to the input. The
-    candidate's output enters a perceptron with the other features. The paper's bias of time differences is left out; an
-    aligned feature of the events' ages, as ids, is part of the events instead. Other un-pooled sequences enter as the
-    mean over their ids.
+    with causal attention that is not normalised by a softmax; n is the number of events that an event attends to,
+    itself among them. The bias is a learned number for each distance of positions plus, with `ages`, one for each
+    bucket floor(ln(max(1, t)) / 0.301) of the time t from the attended event to the event that follows the attending
+    one, whose item is predicted: so the newest event knows how long ago it was, as in the
+    authors' code. A
+    learned vector for each position, counted from the oldest event, is added to the input.
+
+    The logit is a perceptron's output on the candidate's output and the other features, plus the dot product of the
+    candidate's embedding and the newest event's normalised output, with a learned weight. In training, each event's
+    normalised output also predicts the event after it by such a dot product, as the paper trains retrieval: a sample
+    then teaches as many predictions as it has events, and not one. Other un-pooled sequences enter as the mean over
+    their ids.
+
+    First values: SiLU(0) = 0, and `norm(a)` has the same length whatever the sum of the weights is. Without further
+    thought, the weights of all events are noise of one size, in which one event of n is 1 / n of the sum, and its
+    gradient too. So the bias begins as 0.5 / (1 + d) at the distance d, by which each doubling of the distance has the
+    same sum of weights, whatever the length of the history, and queries and keys begin near 0: attention is by recency
+    until positions, times or contents that predict better grow from it. Biases of times and vectors of positions
+    begin at 0, the weights of the dot product at 1.
 
     On a CPU the batch is jagged: samples of like length pass the layers together, each group padded to its longest. On
     other devices all are padded to `max_length`, as the host would have to wait for the device to learn their lengths;
-    and so they are in a compiled or exported network, whose shapes do not depend on values.
+    and so they are in a compiled or exported network, whose shapes do not depend on values. `Predictor.rank` computes
+    the history once for all candidates.
 
     Args:
         schema: the input; names features, dimensions, labels.
@@ -43,6 +74,12 @@ class HSTU(nn.Module):
             un-pooled features are aligned, and the features of one event are put side by side. By default the un-pooled
             feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
+        ages: dense feature of `max_length` numbers: the time from each event of the history to the sample, in seconds
+            or another unit, in the order of the history; any number for events that are not there. The perceptron does
+            not read it. None leaves the bias of times out.
+        negatives: un-pooled features of items that did not follow, as in `DIEN`. By default the items of another sample
+            of the batch.
+        next_item: weight of the loss over all positions of the history, next to the loss of the labels; 0 for none.
         layers: number of layers.
         heads: of the attention; divides the width of an event.
         hidden: widths of the deep network's hidden layers.
@@ -50,7 +87,7 @@ class HSTU(nn.Module):
         outputs: logits per sample; `Schema.outputs` by default.
 
     Raises:
-        ConfigError: the schema has no history, a pair does not fit, or a width or number is bad.
+        ConfigError: the schema has no history, a pair, ages or negatives do not fit, or a width or number is bad.
     """
 
     def __init__(
@@ -59,6 +96,9 @@ class HSTU(nn.Module):
         *,
         history: Sequence[tuple[str, str]] | None = None,
         newest_first: bool = False,
+        ages: str | None = None,
+        negatives: Sequence[str] | None = None,
+        next_item: float = 1.0,
         layers: int = 2,
         heads: int = 1,
         hidden: Sequence[int] = (256, 128),
@@ -66,75 +106,260 @@ class HSTU(nn.Module):
         outputs: int | None = None,
     ) -> None:
         super().__init__()
-        self.input = HistoryInput(schema, history, newest_first)
+        self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
         self.input.check_same_dim()
-        layers, heads = plain(layers), plain(heads)
+        self.negatives = NextItem(schema, self.input, negatives)
+        self._label_loss = SchemaLoss(schema)
+        self.next_item, layers, heads = map(plain, (next_item, layers, heads))
+        check_number("next_item", self.next_item, 0)
         check_integer("layers", layers, 1)
         width = self.input.dim
         check_heads(heads, width)
+        self._ages = None if ages is None else _ages_of(schema, ages, self.input.max_length)
+        self._ages_name = ages
         positions = self.input.max_length + 1
-        self.positions = nn.Parameter(0.02 * torch.randn(positions, width))
-        self.layers = nn.ModuleList(_Layer(width, heads, positions) for _ in range(layers))
-        inputs = width + self.input.others + schema.dense_width
-        self.deep = mlp(inputs, hidden, output_count(schema, outputs), dropout=dropout)
+        self.positions = nn.Parameter(torch.zeros(positions, width))
+        self.layers = nn.ModuleList(_Layer(width, heads, positions, ages is not None) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        logits = output_count(schema, outputs)
+        self.match = nn.Parameter(torch.ones(logits))
+        dense = schema.dense_width - (0 if ages is None else self.input.max_length)
+        self.deep = mlp(width + self.input.others + dense, hidden, logits, dropout=dropout)
 
-    def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
+    def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
+        """Returns logits `[batch, outputs]`; in training with the loss over all positions, float32 `[]`.
+
+        Args:
+            dense: dense features, `[batch, n]`.
+            embeddings: of the ID-type features.
+        """
         events = self.input.events(embeddings)
+        ages = self._times(dense, events.mask)
         if events.mask.device.type == "cpu" and not torch.compiler.is_compiling():
             order = events.lengths.argsort()
-            states = torch.cat([self._states(_shortened(events, rows)) for rows in order.chunk(GROUPS)])
-            state = states.index_select(0, order.argsort())
+            groups = [self._outputs(*_shortened(events, ages, rows)) for rows in order.chunk(GROUPS)]
+            back = order.argsort()
+            state, newest, states = (torch.cat(parts).index_select(0, back) for parts in zip(*groups, strict=True))
         else:
-            state = self._states(events)
-        logits: Tensor = self.deep(torch.cat([state, *self.input.rest(embeddings), dense], 1))
+            state, newest, states = self._outputs(events, ages)
+        logits = self._logits(state, newest, events.candidate, self.input.rest(embeddings), dense)
+        if not (self.training and self.next_item):
+            return logits
+        return ModelOutput(logits, next_item_loss(states, events, self.negatives.sample(embeddings, events)))
+
+    def loss(self, logits: Tensor, targets: Targets | Tensor, extra: Tensor | None = None) -> Tensor:
+        """Returns the loss of the schema's labels, plus the weighted loss over all positions.
+
+        Args:
+            logits: `[batch, Schema.outputs]`.
+            targets: of the batch; or labels `[batch, labels]`, if none is missing.
+            extra: the loss over all positions, if there is one.
+        """
+        loss = self._label_loss(logits, targets, getattr(self, "task_weights", None))
+        return loss if extra is None else loss + self.next_item * extra
+
+    @property
+    def user_features(self) -> tuple[str, ...]:
+        """The features of the history."""
+        return tuple(name for name, _ in self.input.pairs) + (() if self._ages_name is None else (self._ages_name,))
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """The features of the candidate."""
+        return tuple(name for _, name in self.input.pairs)
+
+    def user_part(self, dense: Tensor, embeddings: Embeddings) -> _User:
+        """Returns what depends on the user only; see `persia.nn.RankingModel`."""
+        values, mask = self.input.past(embeddings)
+        length = max(1, int(mask.sum()))  # Padding comes last.
+        ages = self._times(dense, mask)
+        past = self._past(values[:, :length], mask[:, :length], None if ages is None else ages[:, :length])
+        return _User(past, self.input.rest_of_user(embeddings))
+
+    def score(self, user: _User, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns logits `[items, outputs]` of one user with many items; see `persia.nn.RankingModel`."""
+        candidate = self.input.candidate(embeddings)
+        state = self._candidates(candidate.unsqueeze(0), user.past).squeeze(0)
+        rest = self.input.rest_of_items(user.others, embeddings, len(candidate))
+        return self._logits(state, user.past.newest, candidate, rest, dense)
+
+    def _times(self, dense: Tensor, mask: Tensor) -> Tensor | None:
+        """Returns ages `[batch, length]` in time order, 0 where there is no event; None without them."""
+        return None if self._ages is None else self.input.in_time_order(dense[:, self._ages], mask).float() * mask
+
+    def _outputs(self, events: Events, ages: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns outputs for the candidate and the newest event, `[batch, width]`, and for all events.
+
+        The latter are padded to `[batch, max_length, width]`.
+        """
+        past = self._past(events.values, events.mask, ages)
+        state = self._candidates(events.candidate.unsqueeze(1), past).squeeze(1)
+        return state, past.newest, F.pad(past.states, (0, 0, 0, self.input.max_length - past.states.shape[1]))
+
+    def _past(self, values: Tensor, mask: Tensor, ages: Tensor | None) -> _Past:
+        """Passes the events `[batch, length, width]`, which no candidate changes, through the layers."""
+        x = values * math.sqrt(self.input.dim) + self.positions[: values.shape[1]]
+        # An event attends by the time of the one after it; after the newest one comes the sample, of age 0.
+        buckets = None if ages is None else _bucket(ages.unsqueeze(1) - F.pad(ages[:, 1:], (0, 1)).unsqueeze(2))
+        attended = []
+        for layer in self.layers:
+            x, keys, parts = layer(x, buckets)
+            attended.append((keys, parts))
+        states = self.norm(x)
+        return _Past(attended, mask, None if ages is None else _bucket(ages), states, last_of(states, mask))
+
+    def _candidates(self, candidates: Tensor, past: _Past) -> Tensor:
+        """Returns the last layer's outputs for candidates `[batch, number, width]` that follow histories, the same."""
+        lengths = past.mask.sum(1)
+        x = candidates * math.sqrt(self.input.dim) + self.positions[lengths].unsqueeze(1)
+        for layer, (keys, values) in zip(self.layers, past.attended, strict=True):
+            x = layer.candidates(x, keys, values, past.mask, past.buckets)
+        return x
+
+    def _logits(self, state: Tensor, newest: Tensor, candidate: Tensor, rest: list[Tensor], dense: Tensor) -> Tensor:
+        if self._ages is not None:
+            dense = torch.cat([dense[:, : self._ages.start], dense[:, self._ages.stop :]], 1)
+        match = (newest.float() * candidate.float()).sum(1, keepdim=True)
+        logits: Tensor = self.deep(torch.cat([state, *rest, dense], 1)) + self.match * match
         return logits
 
-    def _states(self, events: Events) -> Tensor:
-        """Returns the last layer's output for the candidate, `[batch, width]`."""
-        rows, lengths = torch.arange(events.mask.shape[0], device=events.mask.device), events.lengths
-        # The candidate takes the place behind the newest event; none of the two attends to the padding after it.
-        x = F.pad(events.values, (0, 0, 0, 1)).index_put((rows, lengths), events.candidate)
-        x = x + self.positions[: x.shape[1]]
-        for layer in self.layers:
-            x = layer(x)
-        return x[rows, lengths]
+
+class _Past(NamedTuple):
+    """Histories after the layers, as candidates read them.
+
+    Attributes:
+        attended: each layer's keys and values, `[batch, heads, length, width / heads]`.
+        mask: bool `[batch, length]`.
+        buckets: of the events' ages, int64 `[batch, length]`; None without them.
+        states: normalised outputs, `[batch, length, width]`.
+        newest: that of the newest event, `[batch, width]`; 0 without events.
+    """
+
+    attended: list[tuple[Tensor, Tensor]]
+    mask: Tensor
+    buckets: Tensor | None
+    states: Tensor
+    newest: Tensor
+
+
+class _User(NamedTuple):
+    """The user's part of a ranking.
+
+    Attributes:
+        past: the history, a batch of one.
+        others: the user's other features, `[1, dim]` each.
+    """
+
+    past: _Past
+    others: dict[str, Tensor]
 
 
 class _Layer(nn.Module):
-    """A unit on sequences.
+    """A unit on histories and on candidates that follow them.
 
     Args:
         width: of inputs and outputs.
         heads: of the attention.
         positions: largest length of a sequence.
+        timed: whether there is a bias of times.
     """
 
-    def __init__(self, width: int, heads: int, positions: int) -> None:
+    def __init__(self, width: int, heads: int, positions: int, timed: bool) -> None:
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.inputs = nn.Linear(width, 4 * width)
-        self.bias = nn.Parameter(0.02 * torch.randn(positions))
-        self.attended = nn.LayerNorm(width)
+        with torch.no_grad():
+            self.inputs.weight[2 * width :].normal_(0, CONTENT)
+            self.inputs.bias[2 * width :].zero_()
+        self.bias = nn.Parameter(RECENCY / torch.arange(1, positions + 1))
+        self.times = nn.Parameter(torch.zeros(AGE_BUCKETS)) if timed else None
+        # The sum that it normalises is small in long histories, next to the usual epsilon.
+        self.attended = nn.LayerNorm(width, eps=1e-6)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns `[batch, length, width]` from the same."""
-        gate, *parts = F.silu(self.inputs(self.norm(x))).chunk(4, 2)
-        # [batch, heads, length, width / heads]
-        value, query, key = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+    def forward(self, x: Tensor, buckets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns outputs of events `[batch, length, width]`, and keys and values of all heads.
+
+        Args:
+            x: `[batch, length, width]`.
+            buckets: of times from events (last axis) to those that attend, int64 `[batch, length, length]`, or None.
+        """
+        gate, value, query, key = self._projected(x)
         position = torch.arange(x.shape[1], device=x.device)
         distance = position.unsqueeze(1) - position
-        bias = self.bias[distance.clamp(min=0)].to(query.dtype)
-        weights = F.silu(query @ key.transpose(2, 3) + bias) * (distance >= 0) / len(self.bias)
-        attended = (weights @ value).transpose(1, 2).flatten(2)
-        result: Tensor = x + self.output(self.attended(attended) * gate)
+        bias = self.bias[distance.clamp(min=0)]
+        if self.times is not None:
+            bias = (bias + self.times[buckets]).unsqueeze(1)
+        weights = F.silu(query @ key.transpose(2, 3) + bias.to(query.dtype)) * (distance >= 0)
+        attended = (weights @ value).float() / (position + 1).unsqueeze(1)
+        return self._output(x, attended, gate), key, value
+
+    def candidates(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor, buckets: Tensor | None) -> Tensor:
+        """Returns outputs of candidates, each of which attends to the history and to itself.
+
+        Args:
+            x: `[batch, candidates, width]`.
+            keys: of the history, `[batch, heads, length, width / heads]`.
+            values: of the history, the same.
+            mask: bool `[batch, length]`: where there is an event.
+            buckets: of the events' ages, int64 `[batch, length]`, or None.
+        """
+        gate, value, query, key = self._projected(x)
+        lengths = mask.sum(1).view(-1, 1, 1, 1)
+        position = torch.arange(mask.shape[1], device=x.device)
+        bias, own_bias = self.bias[(lengths - position).clamp(min=0)], self.bias[0]
+        if self.times is not None:
+            bias, own_bias = bias + self.times[buckets].view(bias.shape), own_bias + self.times[0]
+        weights = F.silu(query @ keys.transpose(2, 3) + bias.to(query.dtype)) * mask[:, None, None]
+        own = F.silu((query * key).sum(3, keepdim=True) + own_bias.to(query.dtype))
+        attended = (weights @ values + own * value).float() / (lengths + 1)
+        return self._output(x, attended, gate)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the gate, `[batch, length, width]`, and values, queries and keys of each head."""
+        gate, *parts = F.silu(self.inputs(self.norm(x))).chunk(4, 2)
+        value, query, key = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        return gate, value, query, key
+
+    def _output(self, x: Tensor, attended: Tensor, gate: Tensor) -> Tensor:
+        result: Tensor = x + self.output(self.attended(attended.transpose(1, 2).flatten(2)) * gate)
         return result
 
 
-def _shortened(events: Events, rows: Tensor) -> Events:
-    """Returns the events of these samples, padded to the longest of them."""
+def _ages_of(schema: Schema, name: str, max_length: int) -> slice:
+    """Returns the columns of the ages of events.
+
+    Raises:
+        ConfigError: there is no such feature, it has another number of values, or a rule changes them.
+    """
+    features = {feature.name: feature for feature in schema.dense}
+    if name not in features:
+        raise ConfigError(f"ages = {name!r} is no dense feature of the schema; declare it there.", field="ages")
+    feature = features[name]
+    if feature.width != max_length:
+        raise ConfigError(
+            f"ages = {name!r} has {feature.width} values, but the history max_length {max_length}; declare "
+            f"DenseFeature({name!r}, size={max_length}).",
+            field="ages",
+        )
+    if feature.log or feature.scale is not None:
+        raise ConfigError(
+            f"ages = {name!r} has log or scale, but HSTU takes times and puts them into buckets of their logarithms; "
+            "leave both out.",
+            field="ages",
+        )
+    return schema.dense_slices[name]
+
+
+def _bucket(times: Tensor) -> Tensor:
+    """Returns the buckets of times, int64 of the same shape; a negative time, of clocks that differ, counts as 0."""
+    return (times.clamp(min=1).log() / AGE_BASE).long().clamp(max=AGE_BUCKETS - 1)
+
+
+def _shortened(events: Events, ages: Tensor | None, rows: Tensor) -> tuple[Events, Tensor | None]:
+    """Returns the events of these samples and their ages, padded to the longest of them."""
     mask = events.mask[rows]
-    length = int(mask.any(0).sum())
-    return Events(events.values[rows, :length], mask[:, :length], events.candidate[rows])
+    length = max(1, int(mask.any(0).sum()))
+    few = Events(events.values[rows, :length], mask[:, :length], events.candidate[rows])
+    return few, None if ages is None else ages[rows, :length]

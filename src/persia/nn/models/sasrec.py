@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import SchemaLoss
-from persia.nn.models.history import Events, HistoryInput, NextItem, check_heads, next_item_loss
+from persia.nn.models.history import HistoryInput, NextItem, check_heads, last_of, next_item_loss
 from persia.nn.models.layers import feature_names
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
@@ -88,19 +88,43 @@ class SASRec(nn.Module):
             embeddings: of the ID-type features.
         """
         events = self.input.events(embeddings)
-        x = self.dropout(events.values * math.sqrt(self.input.dim) + self._positions(events))
-        for block in self.blocks:
-            x = block(x)
-        states = self.norm(x)
+        states = self._states(events.values, events.mask)
         logits = (events.last(states) * events.candidate).sum(1, keepdim=True)
         if not (self.training and self.next_item):
             return logits
         return ModelOutput(logits, next_item_loss(states, events, self.negatives.sample(embeddings, events)))
 
-    def _positions(self, events: Events) -> Tensor:
+    @property
+    def user_features(self) -> tuple[str, ...]:
+        """The features of the history."""
+        return tuple(name for name, _ in self.input.pairs)
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """The features of the candidate."""
+        return tuple(name for _, name in self.input.pairs)
+
+    def user_part(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns the state at the user's newest event, `[1, dim]`; see `persia.nn.RankingModel`."""
+        values, mask = self.input.past(embeddings)
+        return last_of(self._states(values, mask), mask)
+
+    def score(self, user: Tensor, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns logits `[items, 1]` of one user with many items; see `persia.nn.RankingModel`."""
+        return (user * self.input.candidate(embeddings)).sum(1, keepdim=True)
+
+    def _states(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Returns the states at the events, `[batch, length, dim]`."""
+        x = self.dropout(values * math.sqrt(self.input.dim) + self._positions(mask))
+        for block in self.blocks:
+            x = block(x)
+        states: Tensor = self.norm(x)
+        return states
+
+    def _positions(self, mask: Tensor) -> Tensor:
         """Returns the vectors of the events' positions, `[batch, length, dim]`; the newest event has the last one."""
         length = len(self.positions)
-        index = torch.arange(length, device=events.mask.device) - events.lengths.unsqueeze(1)
+        index = torch.arange(length, device=mask.device) - mask.sum(1, keepdim=True)
         return F.embedding(index % length, self.positions)  # Padding has some vector, which no event attends to.
 
     def loss(self, logits: Tensor, targets: Targets | Tensor, extra: Tensor | None = None) -> Tensor:
