@@ -31,8 +31,6 @@ DAY = 86_400.0
 LONGEST_VISIT = 4
 RATES = (Adagrad(lr=0.1), 0.01)
 """Of rows, and of Adam on the network."""
-TESTED = 400
-"""Histories that are ranked."""
 
 Items = NDArray[np.int64]
 
@@ -55,16 +53,18 @@ class Size(NamedTuple):
     Attributes:
         epochs: number of passes.
         steps: batches of a pass.
-        events: about how many events a batch has; it has 16 histories or more.
+        events: about how many events a batch has; it has 8 to 128 histories.
+        tested: number of histories that are ranked after each pass.
     """
 
     epochs: int
     steps: int
     events: int
+    tested: int
 
     def batch_size(self, length: int) -> int:
         """Returns the number of histories of a batch."""
-        return max(16, min(256, self.events // length))
+        return max(8, min(128, self.events // length))
 
 
 def _after(items: Items, rule: Items, kept: NDArray[np.bool_], lag: int) -> Items:
@@ -157,7 +157,7 @@ def hit_rates(model: str, kind: str, length: int, seed: int, size: Size) -> list
     rule = rng.permutation(ITEMS)
     rows = size.batch_size(length)
     train = [chain(kind, rows, length, rule, rng) for _ in range(size.steps)]
-    test = chain(kind, TESTED, length, rule, rng)
+    test = chain(kind, size.tested, length, rule, rng)
     torch.manual_seed(seed)
     schema, net = schema_of(length), network(model, length)
     trainer = Trainer(
