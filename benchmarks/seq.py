@@ -23,7 +23,7 @@ from benchmarks import runner
 from benchmarks.seq_runs import MODELS, Size, hit_rates
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": tuple(range(10))}
-SIZES = {"smoke": Size(1, 2, 80, 20), "laptop": Size(5, 150, 1_600, 400), "full": Size(10, 300, 1_600, 1_000)}
+SIZES = {"smoke": Size(1, 2, 4, 20), "laptop": Size(5, 150, 32, 400), "full": Size(10, 300, 32, 1_000)}
 LENGTHS = {"first": (1, 10, 100, 500), "second": (10, 100, 500), "periodic": (10, 100, 500), "time": (10, 100, 500)}
 """Lengths at which the rule says what comes next."""
 SMOKE_LENGTH = 10

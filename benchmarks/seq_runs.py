@@ -53,18 +53,18 @@ class Size(NamedTuple):
     Attributes:
         epochs: number of passes.
         steps: batches of a pass.
-        events: about how many events a batch has; it has 8 to 128 histories.
+        least: smallest number of histories of a batch; up to 10 events, it has twice as many.
         tested: number of histories that are ranked after each pass.
     """
 
     epochs: int
     steps: int
-    events: int
+    least: int
     tested: int
 
     def batch_size(self, length: int) -> int:
         """Returns the number of histories of a batch."""
-        return max(8, min(128, self.events // length))
+        return self.least * 2 if length <= 10 else self.least
 
 
 def _after(items: Items, rule: Items, kept: NDArray[np.bool_], lag: int) -> Items:

@@ -213,6 +213,7 @@ class HSTU(nn.Module):
         lengths = past.mask.sum(1)
         x = candidates * math.sqrt(self.input.dim) + self.positions[lengths].unsqueeze(1)
         for layer, (keys, values) in zip(self.layers, past.attended, strict=True):
+            assert isinstance(layer, _Layer)
             x = layer.candidates(x, keys, values, past.mask, past.buckets)
         return x
 
