@@ -56,6 +56,7 @@ def test_hstu_learns_a_chain_as_fast_as_sasrec():
     assert ours[-1] > 0.8
 
 
+@pytest.mark.slow
 def test_hstu_finds_the_event_of_a_day_ago():
     size = Size(epochs=1, steps=150, least=50, tested=200)
     (ours,), (theirs,) = (hit_rates(model, "time", 5, 0, size) for model in ("hstu", "sasrec"))

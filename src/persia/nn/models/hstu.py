@@ -46,9 +46,8 @@ class HSTU(nn.Module):
     with causal attention that is not normalised by a softmax; n is the number of events that an event attends to,
     itself among them. The bias is a learned number for each distance of positions plus, with `ages`, one for each
     bucket floor(ln(max(1, t)) / 0.301) of the time t from the attended event to the event that follows the attending
-    one, whose item is predicted: so the newest event knows how long ago it was, as in the
-    authors' code. A
-    learned vector for each position, counted from the oldest event, is added to the input.
+    one, whose item is predicted. So the bias of the newest event depends on how long ago it was, as in the authors'
+    code. A learned vector for each position, counted from the oldest event, is added to the input.
 
     The logit is a perceptron's output on the candidate's output and the other features, plus the dot product of the
     candidate's embedding and the newest event's normalised output, with a learned weight. In training, each event's
@@ -56,8 +55,8 @@ class HSTU(nn.Module):
     then teaches as many predictions as it has events, and not one. Other un-pooled sequences enter as the mean over
     their ids.
 
-    First values: SiLU(0) = 0, and `norm(a)` has the same length whatever the sum of the weights is. Without further
-    thought, the weights of all events are noise of one size, in which one event of n is 1 / n of the sum, and its
+    First values: SiLU(0) = 0, and `norm(a)` has the same length whatever the sum of the weights is. With the usual
+    random values, the weights of all events are noise of one size, in which one event of n is 1 / n of the sum, and its
     gradient too. So the bias begins as 0.5 / (1 + d) at the distance d, by which each doubling of the distance has the
     same sum of weights, whatever the length of the history, and queries and keys begin near 0: attention is by recency
     until positions, times or contents that predict better grow from it. Biases of times and vectors of positions
