@@ -8,7 +8,13 @@ from persia.cluster.scaler import MeasuredLoad
 from persia.membership.observing import Answer
 from persia.telemetry.metrics import Health
 
-__all__ = ["measure"]
+__all__ = ["NO_STEP", "measure"]
+
+NO_STEP = "an NN worker made no step"
+"""Problem of a window that is too short for a step."""
+
+TRAINED = 0.8
+"""Minimum share of a window in which NN workers train; they also evaluate, and write checkpoints."""
 
 DELAYED_SECONDS = 10.0
 """Age of the last message read from a stream, from which on its data loaders are behind if there are more messages."""
@@ -21,7 +27,8 @@ def measure(
     *,
     reserved: int | None = None,
     rows_stay: bool = False,
-) -> MeasuredLoad | None:
+    memory_bounded: bool = False,
+) -> MeasuredLoad | str:
     """Returns what the processes did between two answers.
 
     Args:
@@ -30,12 +37,17 @@ def measure(
         seconds: seconds between both.
         reserved: bytes that each embedding PS reserves; None if only the memory of its host bounds it.
         rows_stay: see `MeasuredLoad`.
+        memory_bounded: see `MeasuredLoad`.
 
     Returns:
-        None if they do not compare: a process joined, left, restarted or did not answer, or nothing was trained.
+        What was measured; or why nothing was, such as `NO_STEP`.
     """
-    if any(answer.health is None for answer in (*before, *now)) or _identities(before) != _identities(now):
-        return None
+    if any(answer.health is None for answer in (*before, *now)):
+        return "a process did not answer"
+    if _identities(before) != _identities(now):
+        return "a process joined, left or restarted"
+    if any(answer.member.state == "leaving" for answer in now):
+        return "a process is leaving"
     earlier = {(h.role, h.rank): h for h in _healths(before)}
     by_role: dict[str, list[tuple[Health, Health]]] = {}
     for health in _healths(now):
@@ -44,21 +56,26 @@ def measure(
         by_role.get(role, []) for role in ("embedding_ps", "embedding_worker", "data_loader", "nn_worker")
     )
     if not trainers or any(_grown("nn_step", pair) <= 0 for pair in trainers):
-        return None
-    waits = [_waited(later) - _waited(first) for first, later in trainers]
-    loading = [_grown("nn_loading_seconds", pair) for pair in trainers]
+        return NO_STEP
+    waits = [_duration("nn_wait_seconds", pair) for pair in trainers]
+    trained = [wait + _duration("nn_step_seconds", pair) for wait, pair in zip(waits, trainers, strict=True)]
+    if _mean(trained) < TRAINED * seconds:
+        return f"NN workers trained for {_mean(trained) / seconds:.0%} of it, below {TRAINED:.0%}"
+    trained = [max(of_all, 1e-9) for of_all in trained]
+    loading = [min(_grown("nn_loading_seconds", pair), wait) for wait, pair in zip(waits, trainers, strict=True)]
     return MeasuredLoad(
         len(servers),
         len(workers),
         len(loaders),
-        lookups=_mean([max(0.0, wait - of) / seconds for wait, of in zip(waits, loading, strict=True)]),
-        loading=_mean([of / seconds for of in loading]),
+        lookups=_mean([(wait - of) / of_all for wait, of, of_all in zip(waits, loading, trained, strict=True)]),
+        loading=_mean([of / of_all for of, of_all in zip(loading, trained, strict=True)]),
         ps_memory=max((_memory(later, reserved) for _, later in servers), default=0.0),
         ps_processors=max((_processors(pair, seconds) for pair in servers), default=0.0),
         worker_processors=_mean([_processors(pair, seconds) for pair in workers]),
-        loaders_busy=_mean([max(0.0, 1 - _grown("loader_idle_seconds", pair) / seconds) for pair in loaders]),
+        loaders_busy=_mean([_busy(pair, seconds) for pair in loaders]),
         source_idle=_source_idle([later for _, later in loaders]),
         rows_stay=rows_stay,
+        memory_bounded=memory_bounded,
     )
 
 
@@ -74,8 +91,15 @@ def _grown(counter: str, pair: tuple[Health, Health]) -> float:
     return max(0.0, pair[1].total(counter) - pair[0].total(counter))
 
 
-def _waited(health: Health) -> float:
-    return sum(latency.seconds for latency in health.latencies if latency.name == "nn_wait_seconds")
+def _duration(histogram: str, pair: tuple[Health, Health]) -> float:
+    first, later = (sum(timed.seconds for timed in h.latencies if timed.name == histogram) for h in pair)
+    return max(0.0, later - first)
+
+
+def _busy(loader: tuple[Health, Health], seconds: float) -> float:
+    if not any(metric.name == "loader_idle_seconds" for metric in loader[1].metrics):
+        return 0.0  # It has no source.
+    return max(0.0, 1 - _grown("loader_idle_seconds", loader) / seconds)
 
 
 def _processors(pair: tuple[Health, Health], seconds: float) -> float:

@@ -7,7 +7,7 @@ its evidence. `persia.cluster.ray.scaler_driver` measures, and changes the numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -50,6 +50,21 @@ HELPED = 0.9
 SOON = 3
 """Cool-downs after a decrease in which an increase shows that the decrease was a mistake, which is not repeated."""
 
+LEAST = 24
+"""Cool-downs for which a decrease that was a mistake is not repeated."""
+
+INCREASE_WINDOWS = 2
+"""Consecutive windows that must call for an increase of a role."""
+
+DECREASE_WINDOWS = 5
+"""Consecutive windows that must allow a decrease of a role."""
+
+QUIET_WINDOWS = 5
+"""Consecutive windows outside cool-downs without the reason of an increase, after which it has helped."""
+
+DOUBLINGS = 6
+"""Number of times that the pause after a failure is doubled."""
+
 
 class Scaler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Changes the numbers of processes of a cluster on Ray by what is measured while a `Trainer` trains.
@@ -65,10 +80,10 @@ class Scaler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data_loaders: minimum and maximum number of data loaders; None leaves their number alone.
         dry_run: whether to report decisions without changing anything.
         waiting: share of the time of NN workers; if they wait longer for lookups or for data, processes are added.
-        memory: share of the memory that PSs may use; above it, PSs are added.
+        memory: share of the memory that PSs may use; above it, PSs are added, unless the tables bound it.
         processors: share of its processors that a PS may use; above it, PSs are added.
-        window_seconds: duration of a measurement. A decision needs a whole window of training.
-        cool_down_seconds: seconds after a change, by whomever, in which nothing is changed.
+        window_seconds: duration of a measurement. A decision needs several windows of training.
+        cool_down_seconds: seconds after training begins, and after any change, in which nothing is changed.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -136,6 +151,7 @@ class MeasuredLoad(NamedTuple):
         loaders_busy: share of the time for which data loaders read or registered batches; their mean.
         source_idle: whether the data loaders read a stream that has no more data at the moment.
         rows_stay: whether rows cannot leave a PS, as a table has a declared capacity.
+        memory_bounded: whether PSs use as much memory as the tables let them, so that its share calls for nothing.
     """
 
     ps: int
@@ -149,6 +165,7 @@ class MeasuredLoad(NamedTuple):
     loaders_busy: float = 0.0
     source_idle: bool = False
     rows_stay: bool = False
+    memory_bounded: bool = False
 
     def count(self, role: ScaledRole) -> int:
         """Returns the number of processes of a role."""
@@ -177,90 +194,127 @@ class ScalingDecision(NamedTuple):
     evidence: str
     blocked: str = ""
 
+    @property
+    def direction(self) -> tuple[ScaledRole, bool]:
+        """The role, and whether it gets more processes."""
+        return self.role, self.after > self.before
+
     def __str__(self) -> str:
         change = f"{self.role} {self.before} -> {self.after}: {self.evidence}"
         return f"{change}; not done: {self.blocked}" if self.blocked else change
 
 
 class _Increase(NamedTuple):
-    """The last increase of a role by the scaler, while its reason has not ended."""
+    """The last increase of a role for a reason, until the reason has ended.
 
-    reason: Reason
+    Attributes:
+        before: number of processes before.
+        after: number of processes after it.
+        value: measurement before it.
+        quiet: consecutive windows without the reason.
+    """
+
     before: int
     after: int
     value: float
+    quiet: int = 0
+
+
+class _Failures(NamedTuple):
+    """Failures of changes of a role in a direction, since one was made: how many, until when it waits, and why."""
+
+    count: int = 0
+    until: float = -math.inf
+    why: str = ""
 
 
 class ScalingRules:
     """Decides by windows of measurements. For one thread.
 
-    Calls are in the order of time. `decide` has at most one change per call, so that the next window shows its effect.
+    Calls are in the order of time. At most one change is made after a window, so that the next one shows its effect.
 
     Args:
         scaler: bounds and limits.
+        problem: returns why there cannot be these numbers of processes; empty if there can.
     """
 
-    def __init__(self, scaler: Scaler) -> None:
+    def __init__(self, scaler: Scaler, problem: Callable[[Mapping[ScaledRole, int]], str] = lambda _: "") -> None:
         self._scaler = scaler
-        self._counts: tuple[int, ...] | None = None
+        self._problem = problem
+        self._counts: dict[ScaledRole, int] = {}
         self._changed_at = -math.inf
-        self._increased: dict[ScaledRole, _Increase] = {}
+        self._windows: dict[tuple[ScaledRole, bool], int] = {}
+        """By direction, the number of consecutive windows that call for it."""
+        self._failures: dict[tuple[ScaledRole, bool], _Failures] = {}
+        self._increased: dict[tuple[ScaledRole, Reason], _Increase] = {}
         self._decreased: dict[ScaledRole, tuple[int, float]] = {}
         """By role, the number before the last decrease, and its time."""
-        self._least: dict[ScaledRole, int] = {}
-        """By role, the number below which it is not decreased: it had to be increased again soon."""
+        self._least: dict[ScaledRole, tuple[int, float]] = {}
+        """By role, the number below which it is not decreased, as it had to be increased again soon, and until when."""
 
-    def decide(self, load: MeasuredLoad, now: float) -> ScalingDecision | None:
-        """Returns what to change after a window; call `changed` once it is done.
+    def decide(self, load: MeasuredLoad, now: float) -> list[ScalingDecision]:
+        """Returns what to change after a window. Call `changed` or `failed` after a change.
 
         Args:
             load: what was measured in the window.
             now: time in seconds.
 
         Returns:
-            The first change, by urgency, that is possible; else the first increase that is due and blocked; else None.
+            Increases that are due, the most urgent first, also blocked ones; then decreases that are possible. Empty
+            in a cool-down.
         """
-        counts = tuple(load.count(role) for role in SCALED)
-        if self._counts is not None and counts != self._counts:  # By a command or the program.
-            self._changed_at = now
+        counts = {role: load.count(role) for role in SCALED}
+        if counts != self._counts:  # Training begins, or a command or the program has changed them.
+            self.interrupt(now)
         self._counts = counts
-        due = list(_increases(self._scaler, load))
-        for role, increase in list(self._increased.items()):
-            if not any((d.role, d.reason) == (role, increase.reason) for d in due):
-                del self._increased[role]  # It has helped.
+        due = [*_increases(self._scaler, load), *_decreases(self._scaler, load)]
+        self._windows = {key: self._windows.get(key, 0) + 1 for key in {decision.direction for decision in due}}
         if now < self._changed_at + self._scaler.cool_down_seconds:
-            return None
-        increases = [self._judged(decision) for decision in due]
-        decreases = [self._judged(decision) for decision in _decreases(self._scaler, load)]
-        possible = (decision for decision in (*increases, *decreases) if not decision.blocked)
-        return next(possible, increases[0] if increases else None)
+            return []
+        self._note_quiet({(decision.role, decision.reason) for decision in due})
+        lasting = [
+            self._judged(decision, now)
+            for decision in due
+            if self._windows[decision.direction] >= (INCREASE_WINDOWS if decision.direction[1] else DECREASE_WINDOWS)
+        ]
+        return [decision for decision in lasting if decision.direction[1] or not decision.blocked]
 
-    def changed(self, decision: ScalingDecision, now: float, *, failed: bool = False) -> None:
-        """Notes that a change has ended: the cool-down begins.
-
-        Args:
-            decision: the change.
-            now: time in seconds.
-            failed: whether the number of processes is as before.
-        """
+    def interrupt(self, now: float) -> None:
+        """Begins a cool-down, after which windows before it do not count: something has changed until now."""
         self._changed_at = now
-        if failed:
-            return
-        assert self._counts is not None
-        self._counts = tuple(
-            decision.after if role == decision.role else count for role, count in zip(SCALED, self._counts, strict=True)
-        )
+        self._windows = {}
+
+    def failed(self, decision: ScalingDecision, why: str, now: float) -> None:
+        """Notes that a change has failed: it is blocked, the longer the more often it has failed in a row."""
+        self.interrupt(now)
+        count = self._failures.get(decision.direction, _Failures()).count + 1
+        pause = self._scaler.cool_down_seconds * 2 ** min(count, DOUBLINGS)
+        why = f"it has failed, and is tried again after {pause:g} s: {why}"
+        self._failures[decision.direction] = _Failures(count, now + pause, why)
+
+    def changed(self, decision: ScalingDecision, now: float) -> None:
+        """Notes that a change was made: the cool-down begins."""
+        self.interrupt(now)
         role, before, after, reason, value = decision[:5]
-        self._increased.pop(role, None)
+        self._counts[role] = after
+        self._failures.pop(decision.direction, None)
         if after < before:
+            self._increased = {key: last for key, last in self._increased.items() if key[0] != role}
             self._decreased[role] = before, now
             return
-        self._increased[role] = _Increase(reason, before, after, value)
+        self._increased[role, reason] = _Increase(before, after, value)
         number, decreased_at = self._decreased.pop(role, (0, -math.inf))
         if now < decreased_at + SOON * self._scaler.cool_down_seconds:
-            self._least[role] = number
+            self._least[role] = number, now + LEAST * self._scaler.cool_down_seconds
 
-    def _judged(self, decision: ScalingDecision) -> ScalingDecision:
+    def _note_quiet(self, due: set[tuple[ScaledRole, Reason]]) -> None:
+        """Forgets increases whose reasons have ended."""
+        quiet = {key: 0 if key in due else last.quiet + 1 for key, last in self._increased.items()}
+        self._increased = {
+            key: last._replace(quiet=quiet[key]) for key, last in self._increased.items() if quiet[key] < QUIET_WINDOWS
+        }
+
+    def _judged(self, decision: ScalingDecision, now: float) -> ScalingDecision:
         """Returns a decision within its bounds, with the reason if it cannot be made."""
         role, before = decision.role, decision.before
         bounds = self._scaler.bounds(role)
@@ -268,15 +322,19 @@ class ScalingRules:
             return decision._replace(blocked=f"Scaler.{role} has no bounds")
         low, high = bounds
         if not low <= before <= high:
-            return decision._replace(blocked=f"{before} was set by hand, and is not from {low} to {high}")
-        if decision.after < before:
-            low = max(low, min(self._least.get(role, low), before))
+            outside = f"{before} is outside Scaler.{role} = {bounds}; call scale({role}={min(max(low, before), high)})"
+            return decision._replace(blocked=outside)
+        least, until = self._least.get(role, (0, -math.inf))
+        if decision.after < before and now < until:
+            low = max(low, min(least, before))
         after = max(low, min(decision.after, high))
         if after == before:
             return decision._replace(blocked=f"{before} is the {'maximum' if decision.after > before else 'minimum'}")
-        decision = decision._replace(after=after)
-        last = self._increased.get(role)
-        if after < before or last is None or last.reason != decision.reason or decision.value <= HELPED * last.value:
+        failures = self._failures.get(decision.direction, _Failures())
+        blocked = failures.why if now < failures.until else self._problem({**self._counts, role: after})
+        decision = decision._replace(after=after, blocked=blocked)
+        last = self._increased.get((role, decision.reason))
+        if blocked or last is None or decision.value <= HELPED * last.value:
             return decision
         return decision._replace(
             blocked=f"{last.before} -> {last.after} did not help: {last.value:.0%} before, {decision.value:.0%} after"
@@ -289,7 +347,7 @@ def _increases(scaler: Scaler, load: MeasuredLoad) -> Iterator[ScalingDecision]:
     servers = f"an embedding PS uses {load.ps_processors:.0%} of its processors"
     use = f"{servers}, embedding workers {load.worker_processors:.0%} of theirs"
 
-    if load.ps_memory > scaler.memory:
+    if load.ps_memory > scaler.memory and not load.memory_bounded:
         after = _needed(load.ps, load.ps_memory / scaler.memory)
         evidence = f"{load.ps_memory:.0%} of the memory of an embedding PS is used, above {scaler.memory:.0%}"
         yield ScalingDecision("ps", load.ps, after, "memory", load.ps_memory, evidence)

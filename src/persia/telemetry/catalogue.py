@@ -189,7 +189,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "tokens_staleness_max": MetricKind("gauge", "the maximum staleness"),
     "tokens_lost": MetricKind("counter", "tokens of dead NN workers"),
     # Coordinator, of the scaler.
-    "scaler_processes": MetricKind("gauge", "processes that the scaler wants: ps, embedding_workers, data_loaders"),
+    "scaler_processes": MetricKind("gauge", "processes that the scaler aims at: ps, embedding_workers, data_loaders"),
     "scaler_share": MetricKind(
         "gauge",
         "what the scaler has measured: shares of the time of NN workers (lookups, loading), of memory (ps_memory), of "

@@ -19,7 +19,7 @@ from persia.cluster.ray.roles import Roles
 from persia.cluster.ray.runs import CONSEQUENCES, Recovery, Replacement, pickled, results
 from persia.cluster.ray.scaler_driver import start_scaler
 from persia.cluster.ray.scaling import check_capacity, check_count, count_of, scale
-from persia.cluster.scaler import SCALED
+from persia.cluster.scaler import SCALED, ScaledRole
 from persia.errors import ConfigError, PersiaError, RoleDiedError
 from persia.modes import Mode, encode
 from persia.schema import EmbeddingOptimizer, Schema
@@ -309,6 +309,12 @@ class Ray:
         if ps is not None:
             scale_servers(self._roles, ps, self._follow_map)
 
+    def _scale_from(self, role: ScaledRole, before: int, after: int) -> bool:
+        """Scales a role like `scale`, unless another number than `before` runs; returns whether `before` did."""
+        if role == "ps":
+            return scale_servers(self._roles, after, self._follow_map, before)
+        return scale(self._roles, role.removesuffix("s"), after, before)
+
     @property
     def buckets(self) -> BucketMap:
         """The PS of each bucket of ids, by which rows are divided among the PSs; for `move_rows`."""
@@ -357,7 +363,7 @@ class Ray:
             self._answers = True
             answer_requests(self._roles, self.scale)
             if self.options.scaler is not None:
-                start_scaler(self._roles, self.options.scaler, self.scale)
+                start_scaler(self._roles, self.options.scaler, self._scale_from)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Returns the counters of every process by "role-rank", with the age of the report in seconds."""

@@ -43,13 +43,17 @@ def bucket_map(roles: Roles) -> BucketMap:
     return _maps(roles).map_state().buckets
 
 
-def scale_servers(roles: Roles, count: int, follow: Callable[[], object]) -> None:
+def scale_servers(roles: Roles, count: int, follow: Callable[[], object], expected: int | None = None) -> bool:
     """Starts or retires embedding PSs. Blocks until each owns an equal part of the rows, and retired ones have ended.
 
     Args:
         roles: the processes of the cluster.
         count: number of PSs.
         follow: called once rows have moved, before PSs end.
+        expected: number of PSs without which nothing is changed, as somebody else has changed it; None for any.
+
+    Returns:
+        Whether there were as many PSs as expected.
 
     Raises:
         ConfigError: a PS cannot be placed, or tables have a declared capacity and PSs were to leave.
@@ -58,9 +62,11 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object]) -> Non
     """
     with roles.moving:
         with roles.lock:
+            if expected not in (None, roles.counts["embedding_ps"]):
+                return False
             if roles.plan is None:  # Nothing has started yet.
                 roles.counts["embedding_ps"] = count
-                return
+                return True
             if roles.service is None:
                 raise ConfigError(
                     "The number of embedding PSs cannot change between the start of the cluster and its first run. "
@@ -91,6 +97,7 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object]) -> Non
         roles.note_servers(count, now=True)
         if count < before:
             roles.remove_servers(roles.started(check=False)[0].of("embedding_ps")[count:])
+        return True
 
 
 def move_rows(roles: Roles, after: BucketMap) -> None:

@@ -31,8 +31,17 @@ def count_of(roles: Roles, role: str) -> int:
         return sum(not p.leaving for p in roles.processes.of(role))
 
 
-def scale(roles: Roles, role: str, count: int) -> None:
+def scale(roles: Roles, role: str, count: int, expected: int | None = None) -> bool:
     """Starts or retires embedding workers or data loaders. Blocks until new ones serve and retired ones have ended.
+
+    Args:
+        roles: the processes of the cluster.
+        role: "embedding_worker" or "data_loader".
+        count: number of processes.
+        expected: number of processes without which nothing is changed, as somebody else has changed it; None for any.
+
+    Returns:
+        Whether there were as many processes as expected.
 
     Raises:
         ConfigError: `count` exceeds the free ranks, or a process cannot be placed.
@@ -40,9 +49,11 @@ def scale(roles: Roles, role: str, count: int) -> None:
         DataError: the source cannot be shared by this many data loaders.
     """
     with roles.lock:
+        if expected not in (None, count_of(roles, role)):
+            return False
         if roles.service is None:  # Nothing has started yet.
             roles.counts[role] = count
-            return
+            return True
         processes, _, coordinator = roles.started()
         existing = processes.of(role)
         staying = [p for p in existing if not p.leaving]
@@ -68,6 +79,7 @@ def scale(roles: Roles, role: str, count: int) -> None:
         await_leave(process, coordinator, roles.options.timeout, roles.running.locked)
     processes.end(retired)
     roles.placer.release(role, [process.rank for process in retired])
+    return True
 
 
 def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:
