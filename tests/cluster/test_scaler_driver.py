@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from types import SimpleNamespace
@@ -406,13 +407,16 @@ def test_the_number_of_pss_is_compared_once_nobody_else_changes_it():
     assert scale_servers(roles, 3, lambda: None, 2)
     assert not scale_servers(roles, 1, lambda: None, 2)
     assert roles.counts == {"embedding_ps": 3}
-    done = []
-    with roles.moving:  # A program scales to 4 meanwhile.
-        thread = threading.Thread(target=lambda: done.append(scale_servers(roles, 1, lambda: None, 3)))
-        thread.start()
+
+    @contextlib.contextmanager
+    def waited():  # Until a program had scaled to 4.
         roles.counts["embedding_ps"] = 4
-    thread.join(60)
-    assert (done, roles.counts) == ([False], {"embedding_ps": 4})
+        yield
+
+    roles.moving = waited()
+    assert not scale_servers(roles, 1, lambda: None, 3)
+    assert roles.counts == {"embedding_ps": 4}
+    roles.moving = threading.Lock()
     assert scale_servers(roles, 2, lambda: None)
 
 

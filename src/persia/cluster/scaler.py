@@ -223,7 +223,7 @@ class _Increase(NamedTuple):
 class _Failures(NamedTuple):
     """Failures of changes of a role in a direction, since one was made: how many, until when it waits, and why."""
 
-    count: int = 0
+    times: int = 0
     until: float = -math.inf
     why: str = ""
 
@@ -287,10 +287,10 @@ class ScalingRules:
     def failed(self, decision: ScalingDecision, why: str, now: float) -> None:
         """Notes that a change has failed: it is blocked, the longer the more often it has failed in a row."""
         self.interrupt(now)
-        count = self._failures.get(decision.direction, _Failures()).count + 1
-        pause = self._scaler.cool_down_seconds * 2 ** min(count, DOUBLINGS)
+        times = self._failures.get(decision.direction, _Failures()).times + 1
+        pause = self._scaler.cool_down_seconds * 2 ** min(times, DOUBLINGS)
         why = f"it has failed, and is tried again after {pause:g} s: {why}"
-        self._failures[decision.direction] = _Failures(count, now + pause, why)
+        self._failures[decision.direction] = _Failures(times, now + pause, why)
 
     def changed(self, decision: ScalingDecision, now: float) -> None:
         """Notes that a change was made: the cool-down begins."""
