@@ -283,13 +283,16 @@ def test_an_error_because_the_cluster_is_closed_is_no_failure(error):
     assert run.driver._decisions == {}
 
 
-def test_a_step_that_takes_longer_than_a_window_is_measured():
+def test_a_window_without_a_step_continues():
     run = Run(scaler())
     run.window()
     run.window(0.0)
     assert run.reports == []
     run.window(2 * WINDOW)  # The step has ended.
     assert run.metrics("scaler_share")["lookups"] == pytest.approx(0.3)
+    run.window(0.0)
+    run.window(WINDOW)  # In a half of the time there was something else.
+    assert len(run.reports) == 1
 
 
 def test_what_is_not_trained_is_not_measured():
