@@ -557,3 +557,11 @@ def test_a_decoder_of_no_columns_gives_times():
     decoder = MessageDecoder("json", ["kafka.timestamp"])
     (part,) = decoder.decode([decoder.message(n, ONE, n) for n in range(3)])
     assert part.columns["kafka.timestamp"].to_pylist() == [0, 1, 2]
+
+
+def test_lags_of_partitions_that_are_read_elsewhere_now_are_left_out():
+    counts = StreamCounts()
+    counts.set_lags({("t", 0): 5, ("t", 1): 7, ("t", 2): None})
+    counts.set_lags({("t", 0): None, ("t", 2): 3})
+    lags = {m.labels["partition"]: m.value for m in counts.observe() if m.name == "stream_lag"}
+    assert lags == {"0": 5, "2": 3}

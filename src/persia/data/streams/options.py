@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from time import monotonic
@@ -80,10 +81,14 @@ class StreamCounts:
             self._read.append((monotonic(), rows))
             self._drop_old()
 
-    def lag(self, partition: Partition, offsets: int) -> None:
-        """Sets the lag of a partition."""
+    def set_lags(self, measured: Mapping[Partition, int | None]) -> None:
+        """Sets the lags of the partitions that are read here; None for the last one that was known.
+
+        Others are left out: another data loader may read them now.
+        """
         with self._lock:
-            self._lags[partition] = offsets
+            lags = {each: self._lags.get(each) if lag is None else lag for each, lag in measured.items()}
+            self._lags = {each: lag for each, lag in lags.items() if lag is not None}
 
     def observe(self) -> list[Metric]:
         """Returns all counts as metrics."""

@@ -268,10 +268,7 @@ class KafkaShare:
         if now - self._measured < MEASURE_SECONDS:
             return
         self._measured = now
-        for partition, bounds in self._next.items():
-            lag = self._broker.lag(partition, bounds.begin)
-            if lag is not None:
-                self._counts.lag(partition, lag)
+        self._counts.set_lags({each: self._broker.lag(each, bounds.begin) for each, bounds in self._next.items()})
 
 
 class KafkaEvents:
