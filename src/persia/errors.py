@@ -132,6 +132,13 @@ class NNWorkersDiedError(PersiaError):
     """
 
 
+class NNWorkersChangeError(PersiaError):
+    """Training has stopped at a step boundary, as another number of NN workers is to train. `fit` continues with them.
+
+    Fields: `step` (global step).
+    """
+
+
 class UnequalStepsError(PersiaError):
     """An NN worker has a batch and others have none, so its all-reduce of gradients would block.
 

@@ -35,7 +35,7 @@ def test_the_driver_answers(job, error, monkeypatch):
 
     def drive():
         request = coordinator.scale_request(SECONDS)
-        asked.append(request.counts)
+        asked.append((request.counts, request.keep_global_batch))
         coordinator.report_move(MoveProgress(1, 1, 1234))
         coordinator.answer_scale(request.ticket, error)
 
@@ -45,9 +45,10 @@ def test_the_driver_answers(job, error, monkeypatch):
         with pytest.raises(PersiaError, match=f"have changed: {error}"):
             invoke(address, "ps=4")
     else:
-        assert f"The run at {address} has ps=4, data_loaders=2." in invoke(address, "ps=4", "data_loaders=2")
+        found = invoke(address, "ps=4", "nn_workers=2", "--keep-global-batch")
+        assert f"The run at {address} has ps=4, nn_workers=2." in found
     driver.join(SECONDS)
-    assert asked == [{"ps": 4} if error else {"ps": 4, "data_loaders": 2}]
+    assert asked == [({"ps": 4}, False) if error else ({"ps": 4, "nn_workers": 2}, True)]
 
 
 def test_numbers_that_cannot_be_are_refused(job):
@@ -55,5 +56,5 @@ def test_numbers_that_cannot_be_are_refused(job):
     for wrong in ("ps", "ps=", "ps=many", "ps=-1"):
         with pytest.raises(ConfigError, match=f"Invalid '{wrong}'; expected ROLE=N"):
             invoke(address, wrong)
-    with pytest.raises(ConfigError, match="Invalid role 'nn_workers'; expected any of: ps"):
-        invoke(address, "nn_workers=2")
+    with pytest.raises(ConfigError, match="Invalid role 'nn_worker'; expected any of: ps"):
+        invoke(address, "nn_worker=2")

@@ -77,13 +77,20 @@ def scale(
     address: Annotated[str, typer.Argument(help="`cluster.control_address` of the run: tcp://host:port.")],
     counts: Annotated[
         list[str],
-        typer.Argument(help="ps=N, embedding_workers=N, data_loaders=N; one or more.", metavar="ROLE=N"),
+        typer.Argument(help="ps=N, embedding_workers=N, data_loaders=N, nn_workers=N; one or more.", metavar="ROLE=N"),
     ],
+    keep_global_batch: Annotated[
+        bool,
+        typer.Option(
+            "--keep-global-batch",
+            help="Keep the batches of a step if the number of NN workers changes: each trains more or fewer of them.",
+        ),
+    ] = False,
 ) -> None:
     """Change the numbers of processes of a running job.
 
-    Waits until new processes serve, retired ones have ended, and each embedding PS owns an equal part of the rows;
-    Ctrl-C ends only the waiting. If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does.
+    Waits until new processes serve or train, retired ones have ended, and each embedding PS owns an equal part of the
+    rows; Ctrl-C ends only the waiting. If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does.
     """
     from persia import rpc
     from persia.errors import PersiaError
@@ -100,7 +107,7 @@ def scale(
     began, told = time.monotonic(), False
     try:
         last = run.map_state().progress  # Perhaps of the move before.
-        while not (request := run.request_scale(ticket, numbers)).answered:
+        while not (request := run.request_scale(ticket, numbers, keep_global_batch)).answered:
             state = run.map_state()
             if state.ordered is not None and state.progress.version == state.ordered.version:
                 if state.progress != last and state.progress.rows != last.rows:

@@ -159,6 +159,8 @@ class CoordinatorServer:
             raise ConfigError(f"nn_workers = {nn_workers}; give a whole number >= 1.", field="nn_workers")
         with self._changed:
             self._generation += 1
+            for rank in range(nn_workers, self._nn_workers):
+                self._reports.pop(("nn_worker", rank), None)
             self._nn_workers = nn_workers
             for key, member in self._members.items():
                 if member.role == "nn_worker" and member.state != "dead":
@@ -234,9 +236,9 @@ class CoordinatorServer:
         with self._changed:
             self._progress = progress
 
-    def request_scale(self, ticket: str, counts: Mapping[str, int]) -> ScaleRequest:
+    def request_scale(self, ticket: str, counts: Mapping[str, int], keep_global_batch: bool = False) -> ScaleRequest:
         """Requests other numbers of processes; see `persia.services.BucketMaps`."""
-        return self._requests.request(ticket, counts)
+        return self._requests.request(ticket, counts, keep_global_batch)
 
     def scale_request(self, timeout: float = 0.0) -> ScaleRequest | None:
         """Returns the request that is not answered; waits up to `timeout` seconds for one."""

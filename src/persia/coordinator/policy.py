@@ -32,7 +32,7 @@ class SwitchPolicy:
 
     def __init__(self, auto: Auto, nn_workers: int, asynchronous: bool) -> None:
         self.auto = auto
-        self._nn_workers = nn_workers
+        self.nn_workers = nn_workers
         self._state = AutoState(asynchronous)
         self._end: float | None = None
         self._reported: dict[int, float] = {}
@@ -91,7 +91,7 @@ class SwitchPolicy:
         assert self._end is not None
         if now >= self._end + self.auto.seconds:
             return True
-        return len(self._reported) == self._nn_workers and min(self._reported.values()) >= self._end
+        return len(self._reported) == self.nn_workers and min(self._reported.values()) >= self._end
 
     def _decide(self, end: float) -> ModeChoice | None:
         known = [step for step in self._recent if step.began + step.seconds <= end]

@@ -13,7 +13,7 @@ __all__ = ["ScaleRequests"]
 KEPT = 64
 """Number of answers that are kept for those who ask again."""
 
-NAMES = ("ps", "embedding_workers", "data_loaders")
+NAMES = ("ps", "embedding_workers", "data_loaders", "nn_workers")
 
 
 class ScaleRequests:
@@ -24,7 +24,7 @@ class ScaleRequests:
         self._open: ScaleRequest | None = None
         self._answered: dict[str, ScaleRequest] = {}
 
-    def request(self, ticket: str, counts: Mapping[str, int]) -> ScaleRequest:
+    def request(self, ticket: str, counts: Mapping[str, int], keep_global_batch: bool = False) -> ScaleRequest:
         """Adds a request, or returns a known one with its answer.
 
         Raises:
@@ -40,7 +40,7 @@ class ScaleRequests:
             if (known := self._answered.get(ticket)) is not None:
                 return known
             if self._open is None:
-                self._open = ScaleRequest(ticket, dict(counts))
+                self._open = ScaleRequest(ticket, dict(counts), keep_global_batch=keep_global_batch)
                 self._changed.notify_all()
             elif self._open.ticket != ticket:
                 asked = ", ".join(f"{name}={count}" for name, count in self._open.counts.items())

@@ -339,6 +339,7 @@ class TokenScheduler(RecordedArrivals):
             if self._policy is None or self._policy.auto != auto:
                 self._policy, self._choosing = SwitchPolicy(auto, nn_workers, asynchronous), True
                 self._policy_began = self._clock()
+            self._policy.nn_workers = nn_workers
             # While a switch is pending, the policy is ahead of the mode.
             self._policy.begin(asynchronous if self._state.requested is None else self._policy.asynchronous)
 

@@ -211,7 +211,7 @@ class MapRounds:
 
     # --- while training is quiesced -------------------------------------------------------------------------------
 
-    def make(self, mode: Mode | None, step: int) -> int:
+    def make(self, mode: Mode | None, step: int, nn_workers: int = 0) -> int:
         """Makes a round: finishes a move that is ready, and has all PSs adopt the map, and the mode from `step` on.
 
         The first round of a generation completes or undoes what the generation before has left (rule 3).
@@ -219,6 +219,7 @@ class MapRounds:
         Args:
             mode: the mode; None between runs.
             step: the next global step.
+            nn_workers: as for `EmbeddingPS.switch`.
 
         Returns:
             The number of PSs of the map.
@@ -236,7 +237,7 @@ class MapRounds:
             number = Round(self._generation, self._number)
             if after is not None and self._finish(number, before, after):
                 self._map = after
-            self._adopt(number, self._map, mode, step)
+            self._adopt(number, self._map, mode, step, nn_workers)
             self._servers.resize(self._map.servers)
             if self._map != before or self._number == 1:
                 # Before training continues: NN workers with copies of all rows of a batch look none up.
@@ -285,11 +286,12 @@ class MapRounds:
         self._given_up += 1
         self._problem = reason
 
-    def _adopt(self, number: Round, buckets: BucketMap, mode: Mode | None, step: int) -> None:
+    def _adopt(self, number: Round, buckets: BucketMap, mode: Mode | None, step: int, nn_workers: int) -> None:
         """Has all PSs adopt a map, also those that join or leave; returns once all have answered."""
 
         def adopt() -> None:  # Of the members at this moment: one that has left meanwhile is not asked again.
-            call_all([functools.partial(server.adopt, number, buckets, mode, step) for server in self._members()])
+            arguments = number, buckets, mode, step, nn_workers
+            call_all([functools.partial(server.adopt, *arguments) for server in self._members()])
 
         self._until_answered(adopt)
 

@@ -18,7 +18,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     """Options of an embedding PS.
 
     Args:
-        nn_workers: number of NN workers that push.
+        nn_workers: number of NN workers that push, until `EmbeddingPS.switch` says another one.
         timeout: seconds that a push waits for the pushes of other NN workers, and after which callers give up; calls
             that wait for space for rows fail a little earlier.
         regions: directory, used by this PS alone, for rows that outlive its process, such as

@@ -44,6 +44,7 @@ __all__ = [
 DEFAULT_ROOT = "/dev/shm"
 MANIFEST = "regions.json"
 MODE = "mode.json"
+NN_WORKERS = "nn_workers.json"
 OWNERSHIP = "ownership.json"
 APPLIED = "applied"
 STEP = struct.Struct("<QQ")
@@ -172,6 +173,20 @@ class Regions:
     def mode(self) -> str:
         """The stored mode of an earlier process; empty if the mode was never switched."""
         return self._stored_text(MODE)
+
+    def remember_nn_workers(self, nn_workers: int) -> None:
+        """Stores the number of NN workers for the next process.
+
+        Raises:
+            StoreFullError: the file system is full; the previous number is still stored.
+        """
+        if nn_workers != self.nn_workers:
+            self._store_text(NN_WORKERS, str(nn_workers), "the number of NN workers")
+
+    @property
+    def nn_workers(self) -> int:
+        """The stored number of NN workers of an earlier process; 0 if none was."""
+        return int(self._stored_text(NN_WORKERS) or 0)
 
     def remember_ownership(self, ownership: Ownership) -> None:
         """Stores which rows the PS owns for the next process.

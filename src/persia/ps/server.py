@@ -86,7 +86,7 @@ class EmbeddingServer(MovableServer, StorageAccess):
         mode: decides when and for which rows gradients are applied.
         seed: seed of row initialisation and admission.
         threads: number of threads that share the work of a call, over tables and their shards.
-        options: number of NN workers, deadlines, and location of the rows.
+        options: number of NN workers until the first `switch`, deadlines, and location of the rows.
 
     Raises:
         ConfigError: the declared capacity of the tables exceeds the memory of this host.
@@ -129,6 +129,7 @@ class EmbeddingServer(MovableServer, StorageAccess):
         # A proxy avoids a reference cycle, so that rows are freed with the last reference to this PS.
         myself = cast("EmbeddingServer", weakref.proxy(self))
         self._latest = LatestReading(lambda: (myself.statistics(), myself._publishing.metrics()))
+        self._nn_workers = (self._regions.nn_workers if self._regions is not None else 0) or self._options.nn_workers
         stored_mode = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(stored_mode) if stored_mode else mode)
 
@@ -139,7 +140,7 @@ class EmbeddingServer(MovableServer, StorageAccess):
             mode: the mode.
             before: generation and number of the step before the first one; None if unknown.
         """
-        ranks = range(self._options.nn_workers)
+        ranks = range(self._nn_workers)
         all_reduce, alone = mode.dense() is Dense.ALL_REDUCE, mode.group(len(ranks), 1) == 1
         self._prepare(mode)
         self._mode = mode
@@ -246,7 +247,7 @@ class EmbeddingServer(MovableServer, StorageAccess):
             )
         return self._barriers[header.rank].push(header.sequence, arrived)
 
-    def switch(self, mode: Mode, generation: int, step: int) -> None:
+    def switch(self, mode: Mode, generation: int, step: int, nn_workers: int = 0) -> None:
         """Switches to another mode from `step` on; see `persia.services.EmbeddingPS`."""
         self._sequencer.begin(generation, step)
         for barrier in self._barriers:
@@ -257,6 +258,7 @@ class EmbeddingServer(MovableServer, StorageAccess):
         if (regions := self._regions) is not None:
             regions.forget_steps()  # Training is quiesced, so no answer is outstanding.
             self._space.retry(lambda: regions.remember(encode(mode)), "switch", deadline)
+        self._expect(nn_workers or self._nn_workers)
         self._adopt(mode, (generation, step - 1))
         self._ages.renumber()
 

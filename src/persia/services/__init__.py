@@ -21,6 +21,7 @@ from persia.services.moving import (
     Round,
     ScaleRequest,
 )
+from persia.services.nn_workers import NNWorkersChange, NNWorkersChanges
 from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
 from persia.services.serving import FoundRows, RowServerState, RowsVersion, ServedEpoch, ServedRows
 from persia.services.streams import (
@@ -56,6 +57,8 @@ __all__ = [
     "MoveProgress",
     "MoveStatus",
     "MovedRows",
+    "NNWorkersChange",
+    "NNWorkersChanges",
     "NewBatch",
     "Observable",
     "ProcessCluster",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from persia.batching.batch import Batch
@@ -14,6 +15,7 @@ from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker
 from persia.services.moving import MapRoundsOfRun
+from persia.services.nn_workers import NNWorkersChanges
 from persia.services.streams import LoaderStream
 from persia.telemetry.metrics import Readings
 from persia.telemetry.tracing import Tracer
@@ -53,6 +55,8 @@ class Connection(NamedTuple):
         near: whether the rows of all tables are in memory of this process, so that lookups and pushes do not wait.
         pools: whether embedding workers may pool features, where that sends fewer bytes.
         rounds: makes the rounds in which rows move to other PSs and the mode changes; None if no rows can move.
+        changes: requested changes of the number of NN workers; None if it does not change.
+        survives: whether this NN worker returns its state if training fails because another one has died.
     """
 
     worker: EmbeddingWorker
@@ -73,6 +77,8 @@ class Connection(NamedTuple):
     near: bool = False
     pools: bool = False
     rounds: MapRoundsOfRun | None = None
+    changes: NNWorkersChanges | None = None
+    survives: bool = False
 
 
 class Cluster(Protocol):
@@ -147,6 +153,13 @@ class ProcessCluster(Cluster, Protocol):
     def gpus(self) -> float:
         """Number of GPUs that are reserved for each NN worker."""
 
+    @property
+    def share(self) -> Fraction:
+        """Factor of `TrainerOptions.accumulation_steps`, by which the global batch has stayed when `scale` was told so.
+
+        In a function, it is the factor of this run.
+        """
+
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker, where `connect` returns its connection; returns the results by rank."""
 
@@ -190,9 +203,18 @@ class ProcessCluster(Cluster, Protocol):
         """
 
     def scale(
-        self, embedding_workers: int | None = None, data_loaders: int | None = None, ps: int | None = None
+        self,
+        embedding_workers: int | None = None,
+        data_loaders: int | None = None,
+        ps: int | None = None,
+        nn_workers: int | None = None,
+        *,
+        keep_global_batch: bool = False,
     ) -> None:
-        """Starts or retires embedding workers, data loaders and PSs during training. Returns once they serve."""
+        """Starts or retires embedding workers, data loaders, PSs and NN workers during training.
+
+        Returns once new processes serve, or train.
+        """
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Returns the last report of each role; see `Coordinator.statistics`."""

@@ -362,13 +362,14 @@ class EmbeddingPS(Protocol):
         Called after the last `import_rows` or `import_state`. Blocks for about 25 ms per 1,000,000 rows.
         """
 
-    def switch(self, mode: Mode, generation: int, step: int) -> None:
+    def switch(self, mode: Mode, generation: int, step: int, nn_workers: int = 0) -> None:
         """Switches to another mode from `step` on. No gradients may be pending.
 
         Args:
             mode: the mode.
             generation: generation of the NN workers.
             step: next global step.
+            nn_workers: number of NN workers that push from now on; 0 for as many as before.
 
         Raises:
             PersiaError: gradients are pending; drain first.

@@ -140,7 +140,9 @@ class MovableRows(Protocol):
             StoreError: rows of a donor are missing; the error names it. Begin again.
         """
 
-    def adopt(self, number: Round, buckets: BucketMap, mode: Mode | None = None, step: int = 0) -> None:
+    def adopt(
+        self, number: Round, buckets: BucketMap, mode: Mode | None = None, step: int = 0, nn_workers: int = 0
+    ) -> None:
         """Ends a round: continues with a map, the next one or the one before, also after a restart.
 
         Rows that this PS does not own by the map are removed in the background. Another map ends publishing. A
@@ -151,6 +153,7 @@ class MovableRows(Protocol):
             buckets: the map.
             mode: the mode from `step` on, as for `EmbeddingPS.switch`; None between runs.
             step: the next global step.
+            nn_workers: as for `EmbeddingPS.switch`, also without a mode.
 
         Raises:
             PersiaError: gradients are pending; drain first.
@@ -223,12 +226,14 @@ class ScaleRequest(NamedTuple):
         counts: numbers of processes by argument of `Ray.scale`.
         answered: whether the driver has answered.
         error: why the numbers were not changed; empty if they were.
+        keep_global_batch: see `Ray.scale`.
     """
 
     ticket: str
     counts: dict[str, int]
     answered: bool = False
     error: str = ""
+    keep_global_batch: bool = False
 
 
 class BucketMaps(Protocol):
@@ -266,7 +271,7 @@ class BucketMaps(Protocol):
     def report_move(self, progress: MoveProgress) -> None:
         """Notes the progress of a move, for those who watch."""
 
-    def request_scale(self, ticket: str, counts: Mapping[str, int]) -> ScaleRequest:
+    def request_scale(self, ticket: str, counts: Mapping[str, int], keep_global_batch: bool = False) -> ScaleRequest:
         """Requests other numbers of processes, which the driver of the run starts or ends.
 
         Repeat the call until it is answered; requests do not outlive the coordinator's process.
@@ -274,6 +279,7 @@ class BucketMaps(Protocol):
         Args:
             ticket: random identifier of the request.
             counts: numbers of processes by argument of `Ray.scale`.
+            keep_global_batch: see `Ray.scale`.
 
         Raises:
             PersiaError: another request is not answered yet.
@@ -305,8 +311,13 @@ class MapRoundsOfRun(Protocol):
     def ready(self) -> bool:
         """Whether a move needs training to quiesce now. Returns immediately."""
 
-    def make(self, mode: Mode | None, step: int) -> int:
+    def make(self, mode: Mode | None, step: int, nn_workers: int = 0) -> int:
         """Makes a round while training is quiesced: finishes a move that is ready, and has all PSs adopt map and mode.
+
+        Args:
+            mode: the mode from `step` on; None between runs.
+            step: the next global step.
+            nn_workers: as for `EmbeddingPS.switch`.
 
         Returns:
             The number of PSs from now on; pass it to `follow` on all NN workers.

@@ -50,7 +50,7 @@ class ObservedProcess:
         self.tracer = Tracer()
         self.reference: Callable[[], float] = self.clock
         self._role = role
-        self._rank = rank
+        self.rank = rank
         self._observe = observe
         self._start = time.monotonic()
         self._endpoint: Endpoint | None = None
@@ -75,7 +75,7 @@ class ObservedProcess:
     def health(self) -> Health:
         """See `persia.services.Observable`."""
         uptime = time.monotonic() - self._start
-        identity = (self._role, self._rank, self.incarnation, os.getpid(), socket.gethostname())
+        identity = (self._role, self.rank, self.incarnation, os.getpid(), socket.gethostname())
         return Health(*identity, uptime, self._url, *self._observe())
 
     def clock(self) -> float:
@@ -91,7 +91,7 @@ class ObservedProcess:
         self.tracer.stop()
         own_clock = self.reference == self.clock
         offset, uncertainty = (0.0, 0.0) if own_clock else clock_offset(self.reference)
-        return self.tracer.trace(self._role, self._rank, os.getpid(), socket.gethostname(), offset, uncertainty)
+        return self.tracer.trace(self._role, self.rank, os.getpid(), socket.gethostname(), offset, uncertainty)
 
     def close(self) -> None:
         """Stops the endpoint."""

@@ -116,8 +116,9 @@ def assemble(
     evaluator = Evaluator(network, embeddings)
     finite = FiniteState(network, state, evaluator)
     checkpointing = Checkpointing(network, state, finite, servers, declared)
+    phases.busy = lambda: checkpointing.busy
     if embeddings.connection.rounds is not None:
-        embeddings.connection.rounds.busy = lambda: checkpointing.busy
+        embeddings.connection.rounds.busy = phases.busy
     events = Callbacks(callbacks if embeddings.connection.rank == 0 else ())
     checkpointing.on_written = events.written.append
     publishing = Publishing(declared, network, state, finite, servers)

@@ -7,6 +7,7 @@ restart: from where the others quiesced without it, or else from the last recove
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
@@ -16,7 +17,16 @@ import msgspec
 
 from persia.batching.batch import Batch
 from persia.checkpoint import list_checkpoints
-from persia.errors import NNWorkersDiedError, RoleDiedError
+from persia.errors import (
+    ConfigError,
+    DeadlineError,
+    NNWorkersChangeError,
+    NNWorkersDiedError,
+    PersiaError,
+    RoleDiedError,
+    StalePushError,
+    UnequalStepsError,
+)
 from persia.metrics import Metrics
 from persia.nn.dense_step import DenseStep
 from persia.nn.push_log import PushCounts
@@ -48,6 +58,10 @@ class LocalTrainer(Protocol):
     step: DenseStep
     trained_here: TrainedRows
 
+    @property
+    def survives(self) -> bool:
+        """See `persia.services.Connection`."""
+
     def fit_here(
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
     ) -> FitResult:
@@ -55,9 +69,21 @@ class LocalTrainer(Protocol):
 
 
 class _Survived(NamedTuple):
-    """State of an NN worker that quiesced without the others; its counts are its own."""
+    """State of an NN worker that quiesced, or stopped, without the others; its counts are its own.
+
+    Attributes:
+        state: the state.
+        error: why it stopped after its last step, if that may not have been a death; None if it was one.
+    """
 
     state: RunState
+    error: Exception | None = None
+
+
+class _Changed(NamedTuple):
+    """Result of an NN worker that has stopped for another number of NN workers; the recovery point is the state."""
+
+    step: int
 
 
 class _Work:
@@ -85,7 +111,7 @@ class _Work:
         self._state = state
         self._bounds = bounds
 
-    def __call__(self) -> tuple[FitResult, RunState] | _Survived | None:
+    def __call__(self) -> tuple[FitResult, RunState] | _Survived | _Changed | None:
         trainer = self._make()
         network, state = trainer.step, trainer.state
         restore(network, state, self._state, trains_in_other_processes=False)
@@ -93,14 +119,35 @@ class _Work:
             network.replicas.run_on_rank0(lambda: check_outputs(options), NoneType)
         try:
             result = trainer.fit_here(None, self._eval_data, **self._bounds)
+        except NNWorkersChangeError as error:
+            return _Changed(error.fields["step"])
         except NNWorkersDiedError as error:
             network.replicas = SingleReplica(network.model)
             if state.rank > 0:
                 state.earlier = RunTotals()  # NN worker 0 has the counts from before, and the metrics; see `_merged`.
             state.earlier += RunTotals(pushed=PushCounts.of(error.fields["lost"]))
             return _Survived(captured(network, state, trainer.trained_here))
+        except PersiaError as error:
+            if not _continues_without_others(error, trainer):
+                raise
+            assert state.failed_after is not None
+            network.replicas = SingleReplica(network.model)
+            state.global_step, state.position = state.failed_after
+            if state.rank > 0:
+                state.earlier = RunTotals()
+            return _Survived(captured(network, state, trainer.trained_here), error)
         last = captured(network, state, TrainedRows(result.rows, result.seconds))  # A collective.
         return (result, last) if state.rank == 0 else None
+
+
+def _continues_without_others(error: Exception, trainer: LocalTrainer) -> bool:
+    """Returns whether an error may follow from the death of another NN worker, and the state here is that of a step.
+
+    Not with an optimizer that is spread over NN workers: an error in its step leaves it in between.
+    """
+    caused = isinstance(error, (DeadlineError, StalePushError, UnequalStepsError)) or type(error) is PersiaError
+    whole = not hasattr(trainer.step.optimizer, "consolidate")
+    return caused and whole and trainer.survives and trainer.state.failed_after is not None
 
 
 class Driver:
@@ -108,7 +155,7 @@ class Driver:
 
     Args:
         cluster: its data loaders read, and its NN workers train.
-        make: makes a trainer like this process's; pickled.
+        make: makes a trainer like this process's; pickled. It takes other `options`.
         network: the dense network of this process.
         state: the state of this process's trainer.
         servers: the embedding PSs.
@@ -119,7 +166,7 @@ class Driver:
     def __init__(
         self,
         cluster: ProcessCluster,
-        make: Callable[[], LocalTrainer],
+        make: Callable[..., LocalTrainer],
         network: DenseStep,
         state: TrainingState,
         servers: Sequence[EmbeddingPS],
@@ -189,8 +236,9 @@ class Driver:
             if calls is not None:
                 calls.keep(first_step, state, total_of(before, state.trained))
 
+        changed = False
         while True:
-            if not stored:
+            if not stored and not changed:  # Otherwise the state has just been kept.
                 keep(state)
             training, position = state.training, state.training["position"]
             progress = msgspec.convert(training["data"], DataProgress).at_rest(position)
@@ -201,15 +249,23 @@ class Driver:
             left = dict(bounds)
             if left["max_steps"] is not None:
                 left["max_steps"] -= state.step - first_step
-            work = _Work(self._make, eval_data, state, left, None if restarted else options)
+            make = functools.partial(_made, self._make, self._cluster, options)
+            work = _Work(make, eval_data, state, left, None if restarted else options)
             attempt = self._cluster.attempt(work, should_stop, keep)
+            changed = any(isinstance(result, _Changed) for result in attempt.results.values())
             if not attempt.deaths:
+                _raise_first_error(attempt)
+            if not attempt.deaths and not changed:
                 break
             restarted = True
-            stored = stored and not any(isinstance(result, _Survived) for result in attempt.results.values())
-            state, how = _after_deaths(attempt, state, self._declared.schema.labels)
-            log.add(attempt.deaths, how)
-            self._reload_servers(attempt.deaths)
+            changed = changed and not attempt.deaths
+            if changed:
+                state = attempt.recovery_point
+            else:
+                stored = stored and not any(isinstance(result, _Survived) for result in attempt.results.values())
+                state, how = _after_deaths(attempt, state, self._declared.schema.labels)
+                log.add(attempt.deaths, how)
+                self._reload_servers(attempt.deaths)
             before, state = total_of(before, state.trained), state._replace(trained=TrainedRows(0, 0.0))
         result: FitResult
         last: RunState
@@ -242,6 +298,24 @@ class Driver:
         self._cluster.restart_servers(ranks)
         path = loading.load_partitions(self._servers, self._declared.schema, directory, ranks)
         LOG.warning("Embedding PSs %s have the rows of %s.", ", ".join(map(str, ranks)), path)
+
+
+def _made(make: Callable[..., LocalTrainer], cluster: ProcessCluster, options: TrainerOptions) -> LocalTrainer:
+    """Returns the trainer of an NN worker, whose updates have as many batches as the global batch needs.
+
+    Raises:
+        ConfigError: the NN workers cannot share the batches of a step equally.
+    """
+    if cluster.share == 1:
+        return make()
+    batches = options.accumulation_steps * cluster.share
+    if batches.denominator > 1:
+        raise ConfigError(
+            f"The NN workers cannot keep the global batch: accumulation_steps would be {batches}. Scale to a number of "
+            "NN workers that divides the batches of a step, or let the global batch change with their number.",
+            field="cluster.nn_workers",
+        )
+    return make(options=msgspec.structs.replace(options, accumulation_steps=int(batches)))
 
 
 def save_recovery_point(
@@ -304,12 +378,19 @@ def _after_deaths(attempt: Attempt, state: RunState, labels: Sequence[str | Labe
     return last, f"all NN workers restart at step {last.step}, from the last recovery point; rows stay as they are."
 
 
+def _raise_first_error(attempt: Attempt) -> None:
+    """Raises the error for which NN workers stopped, as none has died."""
+    for result in attempt.results.values():
+        if isinstance(result, _Survived) and result.error is not None:
+            raise result.error
+
+
 def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str | Label]) -> RunState:
     """Merges the states of NN workers that quiesced without the others.
 
     Of the counts of the dead since all started from `base` only their losses are kept, by one of the survivors.
     """
-    first = survived[min(survived)]
+    first = max(survived.values(), key=lambda state: state.step)  # The first one, if all came as far.
     generators = list(base.training["random"])
     counts = msgspec.convert(base.training["counts"], RunTotals)
     parts = list(survived.values())

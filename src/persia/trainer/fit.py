@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from persia.batching.batch import Batch
-from persia.errors import ConfigError, DivergedError
+from persia.errors import ConfigError, DivergedError, NNWorkersChangeError
 from persia.services import StreamPosition
 from persia.trainer.components import Components
 from persia.trainer.driver import save_recovery_point
@@ -141,6 +141,7 @@ class FitCall:
             )
             state.loaded = False
             while not bounds.reached():
+                self._stop_for_other_nn_workers()
                 if phases.adopt_next_mode():
                     if self._keeps_recovery_points:  # Else a restart after a death would bring back the mode before.
                         self._save_recovery_point()
@@ -196,6 +197,16 @@ class FitCall:
             self._progress.close()
             if rank == 0:
                 publishing.end(last=trained)
+
+    def _stop_for_other_nn_workers(self) -> None:
+        """Ends training here, between two phases, if another number of NN workers is to continue it.
+
+        The recovery point is what they begin with: newcomers have nothing else.
+        """
+        if self._components.phases.change_requested():
+            self._save_recovery_point()
+            step = self._components.state.global_step
+            raise NNWorkersChangeError(f"Another number of NN workers continues from step {step}.", step=step)
 
     def _save_recovery_point(self) -> None:
         components = self._components

@@ -90,6 +90,7 @@ class TrainingLoop:
         """
         state, network, replicas = self._state, self._network, self._network.replicas
         drawn, stopped_at, complete = 0, None, False
+        updated_at, state.failed_after = (state.global_step, state.position), None
         read = self._counted(source)
         own_batches = _in_turn(read, state.position, batches, self._embeddings.connection)
         # As far ahead as the mode's gate allows, in background threads: read a batch, look up its rows at the embedding
@@ -110,11 +111,16 @@ class TrainingLoop:
                     # One request to stop suffices: it is sent with the next batch, and all stop after that step.
                     if self._should_stop() or switch_requested():
                         replicas.request_stop()
+                    if updated:
+                        updated_at = step, state.position
                     if updated and replicas.stop_requested():
                         stopped_at = time.monotonic()
                         break
             self._embeddings.flush()  # After a `break`: raises what a push has failed with meanwhile.
             complete = True
+        except Exception:
+            state.failed_after = updated_at
+            raise
         finally:
             # After an error the PSs apply the gradients that were computed, and so does a single NN worker. Several
             # cannot: the others do not know of the error, and would not take part in the average.

@@ -6,7 +6,7 @@ docs/reference/protocol.md, section 12, has the order of the calls between roles
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
-from persia.services import Connection, DenseMaker, TokenService, TrainingPhase
+from persia.services import Connection, DenseMaker, NNWorkersChange, TokenService, TrainingPhase
 from persia.telemetry.logs import get_logger
 from persia.trainer.loop import TrainingLoop, advise
 from persia.trainer.options import Declared, TrainerOptions
@@ -115,6 +115,8 @@ class Phases:
         self._leader = 0
         """Rank of the NN worker that drained the PSs after the last phase."""
         self._last_poll = 0.0
+        self.busy: Callable[[], bool] = lambda: False
+        """Returns whether a checkpoint is being written, so that the number of NN workers does not change yet."""
         self.switches: list[ModeSwitch] = []
         self._ended_phase: _EndedPhase | None = None
         """The phase whose mode a switch would leave; None once the next phase has begun."""
@@ -123,6 +125,7 @@ class Phases:
         if self._auto is not None and schedule:
             raise ConfigError("mode_schedule and the mode Auto cannot both say when to switch.", field="mode_schedule")
         others = [self._auto.asynchronous] if self._auto is not None else [mode for _, mode in schedule]
+        self._declared_modes = [self._auto.sync, self._auto.asynchronous] if self._auto is not None else others
         for candidate in (state.mode, *others):
             self.check(candidate)
 
@@ -251,7 +254,7 @@ class Phases:
             return self._token_driven(loop, source, steps)
         self._begin_synchronous()
         batches = None if steps is None else steps * self._options.accumulation_steps
-        end = loop.synchronous(source, batches, lambda: self._moves_wait() or self._switch_requested())
+        end = loop.synchronous(source, batches, lambda: self._must_quiesce() or self._switch_requested())
         self._recording.end(self._state.local_batch)
         if end.stopped_at is not None:
             self._stopped_early = True
@@ -293,6 +296,49 @@ class Phases:
         rounds = self._connection.rounds
         return rounds is not None and self._connection.rank == 0 and rounds.ready
 
+    def _must_quiesce(self) -> bool:
+        """Returns whether NN worker 0 learns here that rows are to move, or that NN workers are to join or leave."""
+        return self._moves_wait() or self._change_requested()
+
+    def change_requested(self) -> bool:
+        """Returns whether another number of NN workers is to train from here on. All NN workers call it. Blocks."""
+        if self._connection.changes is None:
+            return False
+        return self._network.replicas.run_on_rank0(self._change_requested, bool)
+
+    def _change_requested(self) -> bool:
+        """Returns whether NN worker 0 learns here of another number of NN workers. Refuses one that cannot train."""
+        changes = self._connection.changes
+        if changes is None or self._connection.rank > 0 or (change := changes.requested) is None or self.busy():
+            return False
+        try:
+            self._check_change(change)
+        except ConfigError as error:
+            changes.refuse(error.message)
+            return False
+        return True
+
+    def _check_change(self, change: NNWorkersChange) -> None:
+        """Raises ConfigError if training cannot continue with another number of NN workers."""
+        batches, now = self._options.accumulation_steps, self._connection.nn_workers
+        each = batches * change.factor
+        if each.denominator > 1:
+            raise ConfigError(
+                f"{change.nn_workers} NN workers cannot keep the global batch: a step has {batches * now} batches of "
+                f"the data ({now} NN workers x accumulation_steps = {batches}), which they cannot share equally. "
+                "Choose a number that divides them, or let the global batch change with the number of NN workers.",
+                field="cluster.nn_workers",
+            )
+        for mode in (self._state.mode, *self._declared_modes):
+            mode.group(change.nn_workers, self._state.local_batch or 1)
+            if each > 1 and mode.dense() is Dense.SERVER:
+                raise ConfigError(
+                    f"{change.nn_workers} NN workers cannot keep the global batch: each would need accumulation_steps "
+                    f"= {each}, which does not go with the mode {type(mode).__name__}. Let the global batch of modes "
+                    "with all-reduce change with the number of NN workers; that of Gba stays anyway.",
+                    field="cluster.nn_workers",
+                )
+
     def _switch_requested(self) -> bool:
         """Returns whether NN worker 0 learns here that a switch was requested. Polls the coordinator now and then."""
         tokens = self._connection.tokens
@@ -322,7 +368,7 @@ class Phases:
         worker, pushes = self._connection.worker, self._embeddings.pushes
         losses = self._embeddings.push_log.losses
         client = TokenClient(self._tokens, caller, worker, shared, pushes, source.idle, losses)
-        loop.token_driven(source, client, self._moves_wait)
+        loop.token_driven(source, client, self._must_quiesce)
         return self._quiesce(client, shared, source)
 
     def _begin_tokens(self, shared: SharedNetwork, source: BatchSource, steps: int | None) -> tuple[int, int]:
@@ -389,9 +435,9 @@ class Phases:
         """Switches all PSs to the mode of this phase, after a move of rows that is ready. Returns their number."""
         connection, state = self._connection, self._state
         if connection.rounds is not None:
-            return connection.rounds.make(state.mode, state.global_step)
+            return connection.rounds.make(state.mode, state.global_step, connection.nn_workers)
         for server in connection.servers:
-            server.switch(state.mode, connection.generation, state.global_step)
+            server.switch(state.mode, connection.generation, state.global_step, connection.nn_workers)
         return len(connection.servers)
 
     def _follow(self, servers: int) -> None:

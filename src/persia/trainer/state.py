@@ -189,6 +189,8 @@ class TrainingState:
         """Whether a pass over `stream` has begun and not ended."""
         self.record_covered_by: RecordCover = "training"
         """The state that makes recorded batches of `stream` dispensable, as no restart goes back to before it."""
+        self.failed_after: tuple[int, int] | None = None
+        """Global step and position after the last update of a phase with all-reduce that has failed; None otherwise."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
         self.loaded = False

@@ -187,6 +187,11 @@ class Trainer(Scoring):
         self._stopping = True
 
     @property
+    def survives(self) -> bool:
+        """Whether this NN worker returns its state if training fails because another one has died."""
+        return self.embeddings.connection.survives
+
+    @property
     def stopping(self) -> bool:
         """Whether the current or last call of `fit` was asked to stop."""
         halted = self.embeddings.connection.halted

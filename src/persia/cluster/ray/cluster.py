@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -10,13 +11,16 @@ import ray
 
 from persia.checks import plain
 from persia.cluster.ray.connection import WorkerConnection
+from persia.cluster.ray.nn_scaling import NNWorkerScaling
+from persia.cluster.ray.nn_worker import Seat
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.placement import PlacedRole, Placement, nn_worker_gpus, read_place
 from persia.cluster.ray.placing import Placer
 from persia.cluster.ray.process_plan import Service
+from persia.cluster.ray.processes import Process
 from persia.cluster.ray.ps_scaling import answer_requests, bucket_map, move_rows, scale_servers
 from persia.cluster.ray.roles import Roles
-from persia.cluster.ray.runs import CONSEQUENCES, Recovery, Replacement, pickled, results
+from persia.cluster.ray.runs import CONSEQUENCES, Departure, Recovery, Replacement, pickled, results
 from persia.cluster.ray.scaler_driver import start_scaler
 from persia.cluster.ray.scaling import check_capacity, check_count, count_of, scale
 from persia.cluster.scaler import SCALED, ScaledRole
@@ -73,7 +77,6 @@ class Ray:
         for name, value in counts.items():
             check_count(name, value)
         check_capacity(embedding_workers, data_loaders, nn_workers)
-        self.nn_workers = nn_workers
         self.place = read_place(place or {})
         self.options = nn_worker_gpus(self.place, options or RayOptions())
         if self.options.scaler is not None:
@@ -89,6 +92,9 @@ class Ray:
             self.options,
             Placer(self.place, self.options),
         )
+        self._nn_workers = NNWorkerScaling(self._roles)
+        self._function: Any = None
+        """The pickled function of the current run, by which NN workers that join import what they need."""
         self._connections: list[WorkerConnection] = []
         self._answers = False
         """Whether requests of `persia control scale` are answered, and the scaler measures."""
@@ -99,6 +105,16 @@ class Ray:
     def ps(self) -> int:
         """Number of embedding PSs; with `RayOptions.run`, that of the run once it has started."""
         return self._roles.counts["embedding_ps"]
+
+    @property
+    def nn_workers(self) -> int:
+        """Number of NN workers, from the next run on."""
+        return self._roles.counts["nn_worker"]
+
+    @property
+    def share(self) -> Fraction:
+        """Factor of `TrainerOptions.accumulation_steps` by which the global batch has stayed; see `scale`."""
+        return self._nn_workers.share
 
     @property
     def gpus(self) -> float:
@@ -122,7 +138,8 @@ class Ray:
             capacities = roles.capacities_of(service) if roles.service is None else None
             roles.start_nn_workers()  # They take longest to start, so they start in parallel with the other roles.
             roles.serve(service, capacities)
-        processes.await_ready(processes.of("nn_worker"), self.options.timeout)
+            started = roles.nn_workers()
+        processes.await_ready(started, self.options.timeout)
         reading = WorkerConnection(coordinator, plan)
         self._connections.append(reading)
         return reading.connection._replace(nn_workers=1)  # This process is not one of them.
@@ -195,21 +212,23 @@ class Ray:
         try:
             processes, _, coordinator = roles.started(check=False)
             self._answer_requests()
-            roles.forget_deaths()
-            processes.check()
-            roles.start_nn_workers()
-            workers = processes.of("nn_worker")
+            with roles.lock:
+                self._nn_workers.adopt(tell_servers=recovery is None)
+                roles.forget_deaths()
+                processes.check()
+                roles.start_nn_workers()
+                workers = roles.nn_workers()
             try:
                 processes.await_ready(workers, self.options.timeout)
-                generation = coordinator.regenerate(self.nn_workers)
+                generation = coordinator.regenerate(len(workers))
                 if roles.attachment is not None:
                     roles.attachment.began(generation)
                 roles.renew_feed(generation)
                 roles.ps_deaths.clear()
                 rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
-                sent = ray.put(pickled(function, self))
-                recovers = recovery is not None
-                calls = {w.handle.run.remote(sent, generation, rendezvous, recovers): w for w in workers}
+                self._function = sent = ray.put(pickled(function, self))
+                arguments = sent, generation, rendezvous, recovery is not None
+                calls = {w.handle.run.remote(*arguments, Seat(w.rank, len(workers), self.share)): w for w in workers}
                 operations: dict[str, Callable[..., Any]] = {
                     "serve": roles.serve,
                     "serve_dense": roles.serve_dense,
@@ -220,11 +239,21 @@ class Ray:
                     done = results(processes, calls, operations)
                 else:
                     assert roles.tokens is not None
-                    recovery.replacement = Replacement(
-                        processes, roles.tokens, generation, roles.start_nn_worker, self.options.timeout
+                    changes = self._nn_workers
+                    if self.options.nn_worker_deaths == "leave":
+                        recovery.replacement = Departure(processes, roles.tokens, generation, changes.release)
+                    else:
+                        recovery.replacement = Replacement(
+                            processes, roles.tokens, generation, roles.start_nn_worker, self.options.timeout
+                        )
+                    operations |= {
+                        "save_recovery_point": recovery.save,
+                        "refuse_change": changes.refuse,
+                        "leave": changes.let_leave,
+                    }
+                    done = results(
+                        processes, calls, operations, recovery.replacement, halting, lambda: changes.requested
                     )
-                    operations["save_recovery_point"] = recovery.save
-                    done = results(processes, calls, operations, recovery.replacement, halting)
             except ray.exceptions.RayActorError as error:
                 roles.end_run()
                 raise RoleDiedError(
@@ -236,6 +265,8 @@ class Ray:
             self._follow_earlier_order()
             return done
         finally:
+            if recovery is not None and self.options.nn_worker_deaths == "leave" and recovery.replaced:
+                self._nn_workers.drop([death.fields["rank"] for death in recovery.replaced])
             roles.running.release()
 
     def feed(
@@ -275,39 +306,69 @@ class Ray:
             self._roles.feed.clear()
 
     def scale(
-        self, embedding_workers: int | None = None, data_loaders: int | None = None, ps: int | None = None
+        self,
+        embedding_workers: int | None = None,
+        data_loaders: int | None = None,
+        ps: int | None = None,
+        nn_workers: int | None = None,
+        *,
+        keep_global_batch: bool = False,
     ) -> None:
-        """Starts or retires embedding workers, data loaders and embedding PSs, also while a function runs.
+        """Starts or retires embedding workers, data loaders, embedding PSs and NN workers, also while a function runs.
 
         No batch and no update is lost. Do not call it from the thread that is in `run` or `fit`. Returns once the new
-        processes serve, the retired ones have ended, and each PS owns an equal part of the rows. PSs with the highest
-        numbers retire.
+        processes serve or train, the retired ones have ended, and each PS owns an equal part of the rows. PSs and NN
+        workers with the highest numbers retire.
 
         Rows move between PSs while a `Trainer` trains; training pauses only for what has changed in the last moments.
-        Between two calls of `fit` they move, too, but not while a function of your own runs.
+        Between two calls of `fit` they move, too, but not while a function of your own runs. The same holds for NN
+        workers; training pauses for the hand-over of network, optimizer and position in the data.
+
+        With all-reduce a step has a batch of each NN worker, so the global batch changes with their number. With
+        `keep_global_batch` it stays, as each NN worker trains another number of batches per step, as with
+        `TrainerOptions.accumulation_steps`. The global batch of `Gba` stays anyway.
+
+        Args:
+            embedding_workers: number of embedding workers; None for as many as before, as for the other numbers.
+            data_loaders: number of data loaders.
+            ps: number of embedding PSs.
+            nn_workers: number of NN workers.
+            keep_global_batch: whether the global batch stays if the number of NN workers changes.
 
         Raises:
             ConfigError: a number is below 1, exceeds the free ranks, allows more ready batches than embedding
-                workers buffer, or a process cannot be placed; or PSs of tables with a declared capacity were to retire.
-            DeadlineError: a process did not start, or still had batches, in time; or rows did not move.
+                workers buffer, or a process cannot be placed; or PSs of tables with a declared capacity were to retire;
+                or training cannot continue with this number of NN workers.
+            DeadlineError: a process did not start, or still had batches, in time; or rows did not move; or training
+                did not come to a step boundary.
             DataError: the source cannot be shared by this many data loaders.
-            RoleDiedError: a new PS has died. Training continues without it.
+            RoleDiedError: a new PS or NN worker has died. Training continues without it.
         """
         embedding_workers, data_loaders, ps = plain(embedding_workers), plain(data_loaders), plain(ps)
+        nn_workers = plain(nn_workers)
         counts = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
-        for name, count in {"embedding_workers": embedding_workers, "data_loaders": data_loaders, "ps": ps}.items():
+        numbers = {**{f"{role}s": number for role, number in counts.items()}, "ps": ps, "nn_workers": nn_workers}
+        for name, count in numbers.items():
             if count is not None:
                 check_count(name, count)
         check_capacity(
             count_of(self._roles, "embedding_worker") if embedding_workers is None else embedding_workers,
             count_of(self._roles, "data_loader") if data_loaders is None else data_loaders,
-            self.nn_workers,
+            self.nn_workers if nn_workers is None else nn_workers,
         )
         for role, count in counts.items():
             if count is not None:
                 scale(self._roles, role, count)
         if ps is not None:
             scale_servers(self._roles, ps, self._follow_map)
+        if nn_workers is not None:
+            self._nn_workers.scale(nn_workers, keep_global_batch, self._prepare)
+
+    def _prepare(self, joining: Sequence[Process]) -> None:
+        """Lets NN workers import what the function that runs needs, before they are waited for."""
+        calls = [w.handle.prepare.remote(self._function) for w in joining if self._function is not None]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=self.options.timeout)
 
     def _scale_from(self, role: ScaledRole, before: int, after: int) -> bool:
         """Scales a role like `scale`, unless another number than `before` runs; returns whether `before` did."""

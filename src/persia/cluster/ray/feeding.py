@@ -41,12 +41,12 @@ class LoaderFeed:
 
     Args:
         timeout: seconds that a data loader may take to start.
-        nn_workers: number of NN workers that take batches.
+        nn_workers: number of NN workers that take batches; those of the next run may be others.
     """
 
     def __init__(self, timeout: float, nn_workers: int) -> None:
         self._timeout = timeout
-        self._nn_workers = nn_workers
+        self.nn_workers = nn_workers
         self._source: LoaderData | None = None
         self._feed: Feed | None = None
         self._stream: SharedStream | None = None
@@ -87,7 +87,8 @@ class LoaderFeed:
     def renew(self, generation: int) -> None:
         """Switches to a new generation of NN workers, which gets all batches from the start of the feed again."""
         if self._feed is not None:
-            self._feed = self._feed._replace(generation=generation)
+            takers = 1 if self._feed.on_demand else self.nn_workers
+            self._feed = self._feed._replace(generation=generation, nn_workers=takers)
 
     def begin(self, feed: Feed, loaders: Sequence[Process]) -> None:
         """Starts another pass, or another part of one."""
@@ -104,7 +105,7 @@ class LoaderFeed:
         source, feed = self._source, self._feed
         if source is None or feed is None:
             return
-        ahead = AHEAD * self._nn_workers if feed.on_demand else AHEAD
+        ahead = AHEAD * self.nn_workers if feed.on_demand else AHEAD
         calls = [
             loader.handle.begin.remote(
                 source.pickled,

@@ -15,6 +15,7 @@ import struct
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from fractions import Fraction
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -24,11 +25,12 @@ from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.feeding import SourceKind
 from persia.cluster.ray.hosts import Host, together
 from persia.cluster.ray.process_plan import Plan, Service
+from persia.cluster.ray.sigterm import on_sigterm
 from persia.errors import ConfigError
 from persia.modes import Mode, encode
 from persia.openmp import limit_spinning
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Connection, DenseMaker, DensePS, Observable, Recordable
+from persia.services import Connection, DenseMaker, DensePS, NNWorkersChange, Observable, Recordable
 from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Readings, metrics_of
 
@@ -38,6 +40,7 @@ __all__ = [
     "NNWorkerHost",
     "Outcome",
     "Request",
+    "Seat",
     "WorkerProcess",
     "check_cuda",
     "interface_of",
@@ -81,6 +84,20 @@ class Request(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class Seat(NamedTuple):
+    """Place of an NN worker in a run. It differs from run to run, as NN workers join and leave.
+
+    Attributes:
+        rank: rank of the NN worker.
+        nn_workers: number of NN workers.
+        share: see `persia.services.ProcessCluster`.
+    """
+
+    rank: int
+    nn_workers: int
+    share: Fraction
+
+
 class NNWorkerHost(Host):
     """Process of an NN worker. Its requests are results of the driver's calls, as only the driver makes calls."""
 
@@ -89,15 +106,7 @@ class NNWorkerHost(Host):
     def __init__(self, plan: Plan, rank: int) -> None:
         limit_spinning()  # Modules of the user, which `super` imports, may load torch.
         super().__init__(plan, rank)
-        import torch
-
-        from persia.dense.torch_threads import default_torch_threads
-
-        threads = plan.options.threads
-        if threads is None:
-            processes = plan.nn_workers if plan.loopback else 1
-            threads = default_torch_threads(processes)
-        torch.set_num_threads(threads)
+        self._set_threads()
         # By default gloo takes the interface that the host name resolves to: it may not reach the host itself, or may
         # be public.
         interface = "lo" if plan.loopback else interface_of(ray.util.get_node_ip_address())
@@ -109,12 +118,36 @@ class NNWorkerHost(Host):
         self._served: Any = None
         self.halted = False
         """Whether the driver has requested that the function end."""
+        self.change: NNWorkersChange | None = None
+        """The number of NN workers with which the driver has requested that training continue."""
         self.observer: Callable[[], Readings] | None = None
         """Reads the metrics of the function's trainer."""
+        self._may_leave = False
+        """Whether a function runs that continues if this NN worker leaves."""
+        on_sigterm(self._leave)
 
     def observe(self) -> Readings:
         """Returns the metrics of the trainer, if there is one."""
         return self.observer() if self.observer is not None else Readings([], [])
+
+    def _leave(self) -> bool:
+        """Asks the driver to continue without this NN worker; the driver ends this process. Returns whether it may."""
+        if self._may_leave:
+            number = next(self._numbers)
+            self._answers[number] = Future()  # Nothing waits for it.
+            node = ray.get_runtime_context().get_node_id()
+            self._requests.put(Request(number, "leave", (os.getpid(), node)))
+        return self._may_leave
+
+    def _set_threads(self) -> None:
+        import torch
+
+        from persia.dense.torch_threads import default_torch_threads
+
+        threads = self.plan.options.threads
+        if threads is None:
+            threads = default_torch_threads(self.plan.nn_workers if self.plan.loopback else 1)
+        torch.set_num_threads(threads)
 
     # --- for the driver -----------------------------------------------------------------------------------------
 
@@ -143,7 +176,11 @@ class NNWorkerHost(Host):
             master_listen_fd=listening,
         )
 
-    def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], recovers: bool) -> Outcome:
+    def prepare(self, function: bytes) -> None:
+        """Imports what a function needs, so that it begins sooner here than in a new process."""
+        _Unpickler(BytesIO(function), WorkerProcess(self, 0)).load()
+
+    def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], recovers: bool, seat: Seat) -> Outcome:
         """Runs a function with a process group of all NN workers, and returns its outcome.
 
         Args:
@@ -151,12 +188,16 @@ class NNWorkerHost(Host):
             generation: generation of the NN workers.
             rendezvous: address of the store of their process group.
             recovers: whether the driver stores recovery points, and restarts NN workers from the last one.
+            seat: place of this NN worker.
         """
         import torch
 
-        self.halted = False
+        self.halted, self.change = False, None
+        self.rank, self.plan = seat.rank, self.plan._replace(nn_workers=seat.nn_workers)
+        self.process.rank = seat.rank
+        self._set_threads()
         self.join(self.serve(self, Observable))  # In this generation.
-        cluster = WorkerProcess(self, generation, recovers)
+        cluster = WorkerProcess(self, generation, recovers, seat.share)
         try:
             check_cuda(self.plan.options.gpus, self.rank)
             torch.distributed.init_process_group(
@@ -167,10 +208,12 @@ class NNWorkerHost(Host):
                 timeout=datetime.timedelta(seconds=self.plan.options.timeout),
             )
             work: Callable[[], Any] = _Unpickler(BytesIO(function), cluster).load()
+            self._may_leave = recovers
             return Outcome(work())
         except BaseException as error:
             return _failed(error)
         finally:
+            self._may_leave = False
             cluster.close()
             self.observer = None
             if torch.distributed.is_initialized():
@@ -179,6 +222,10 @@ class NNWorkerHost(Host):
     def halt(self) -> None:
         """Requests that the function end after its current step. The driver repeats the call until it has ended."""
         self.halted = True
+
+    def request_change(self, change: NNWorkersChange) -> None:
+        """Requests that the function end for another number of NN workers. Repeated until it has ended, or refuses."""
+        self.change = change
 
     def next_request(self, timeout: float) -> Request | None:
         """Returns the next request of the function to the driver; None if there is none within `timeout`."""
@@ -289,9 +336,13 @@ class WorkerProcess:
         host: the process.
         generation: generation of the NN workers.
         recovers: whether the driver stores recovery points.
+        share: see `persia.services.ProcessCluster`.
     """
 
-    def __init__(self, host: NNWorkerHost, generation: int, recovers: bool = False) -> None:
+    def __init__(
+        self, host: NNWorkerHost, generation: int, recovers: bool = False, share: Fraction = Fraction(1)
+    ) -> None:
+        self.share = share
         self._host = host
         self._generation = generation
         self._recovers = recovers
@@ -324,13 +375,35 @@ class WorkerProcess:
             host.observer = trainer
 
         return self._connected.connection._replace(
-            observe=observe, save_recovery_point=save, halted=lambda: host.halted, tracer=host.process.tracer
+            observe=observe,
+            save_recovery_point=save,
+            halted=lambda: host.halted,
+            tracer=host.process.tracer,
+            changes=_Changes(host) if self._recovers else None,
+            survives=self._recovers and host.plan.options.nn_worker_deaths == "leave",
         )
 
     def close(self) -> None:
         """Closes the connection."""
         if self._connected is not None:
             self._connected.close()
+
+
+class _Changes:
+    """See `persia.services.NNWorkersChanges`."""
+
+    def __init__(self, host: NNWorkerHost) -> None:
+        self._host = host
+
+    @property
+    def requested(self) -> NNWorkersChange | None:
+        """The change that the driver has requested."""
+        return self._host.change
+
+    def refuse(self, reason: str) -> None:
+        """Refuses the change; the driver raises the reason."""
+        self._host.change = None
+        self._host.ask("refuse_change", reason)
 
 
 def interface_of(address: str) -> str | None:

@@ -50,6 +50,9 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             such mode.
         restarts: maximum number of restarts of each embedding PS, embedding worker, data loader and of the coordinator.
             For NN workers see `TrainerOptions.max_failures`.
+        nn_worker_deaths: what follows if an NN worker dies. "restart": it is replaced; with all-reduce all NN workers
+            restart from the last recovery point. "leave": the others continue without it from the last step. With
+            all-reduce, row updates of the last steps may then be lost, of as many as the mode lets be in flight.
         regions: directory on each host for the rows of embedding PSs and the state of the coordinator, so that they
             outlive their processes: in shared memory or on a disk with enough space; see `persia cluster regions`.
             Empty: in process memory. Then the death of the coordinator ends the run, and a PS that dies is reloaded
@@ -77,6 +80,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int | None = None
     dense_ps: int = 1
     restarts: int = 3
+    nn_worker_deaths: Literal["restart", "leave"] = "restart"
     regions: str = "/dev/shm"
     overcommit: bool = False
     run: str | None = None
@@ -89,6 +93,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         plain_fields(self)
         check_choice("compression", self.compression, ("auto", "none", "fp16"))
         check_choice("pool_at", self.pool_at, ("auto", "nn_worker", "embedding_worker"))
+        check_choice("nn_worker_deaths", self.nn_worker_deaths, ("restart", "leave"))
         check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
         check_flag("overcommit", self.overcommit)
         check_kind("address", self.address, (str, NoneType), "the address of a Ray cluster, or None")

@@ -139,6 +139,16 @@ class Placer:
         if self._layout is not None:
             self._layout.release(role, ranks)
 
+    def renumber(self, role: str, ranks: Sequence[int]) -> None:
+        """Gives processes other ranks, 0, 1, ..., and releases the others of their role.
+
+        Args:
+            role: role of the processes.
+            ranks: ranks so far, by rank from now on.
+        """
+        if self._layout is not None:
+            self._layout.renumber(role, ranks)
+
     def server_nodes(self, count: int) -> list[str]:
         """Returns the ids of the nodes of the PSs, by rank."""
         layout = self._layout

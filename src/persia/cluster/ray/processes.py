@@ -51,7 +51,7 @@ class Process:
         handle: Ray handle of the actor.
         restarts: whether Ray restarts it.
         leaving: whether it ends once it has no work left.
-        expendable: whether training does not need it: an embedding PS without rows that joins or leaves.
+        expendable: whether training does not need it: an NN worker or embedding PS that joins or leaves.
         info: its location, once it is ready.
         requesting: the call that waits for the next request of an NN worker.
         ended: the call by which its last death was noticed.

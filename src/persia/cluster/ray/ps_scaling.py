@@ -142,7 +142,7 @@ def answer_requests(roles: Roles, scale: Callable[..., object]) -> None:
                     continue
                 error = ""
                 try:
-                    scale(**request.counts)
+                    scale(**request.counts, keep_global_batch=request.keep_global_batch)
                 except Exception as failure:
                     error = str(failure) or type(failure).__name__
                     LOG.warning("The numbers of processes were not changed as requested: %s", error)

@@ -161,23 +161,37 @@ class Roles:
         return plan
 
     def start_nn_workers(self) -> None:
-        """Starts the NN workers, unless they run. Does not wait until they are ready."""
+        """Starts the NN workers that do not run. Does not wait until they are ready."""
         with self.lock:
             assert self.processes is not None
-            if not self.processes.of("nn_worker"):
+            present = [process.rank for process in self.nn_workers()]
+            missing = [rank for rank in range(self.counts["nn_worker"]) if rank not in present]
+            if missing:
                 warn_of_idle_gpus(self.options.gpus)
-                self.placer.reserve("nn_worker", range(self.counts["nn_worker"]))
-                for rank in range(self.counts["nn_worker"]):
+                self.placer.reserve("nn_worker", missing)
+                for rank in missing:
                     self.start_nn_worker(rank)
 
-    def start_nn_worker(self, rank: int) -> Process:
-        """Starts the NN worker of a rank. Does not wait until it is ready.
+    def start_nn_worker(self, rank: int, expendable: bool = False) -> Process:
+        """Starts the NN worker of a rank; an expendable one does not train yet. Does not wait until it is ready.
 
         Raises:
             ConfigError: its host is gone, and no other host has the required resources.
         """
         self.placer.reserve("nn_worker", [rank], wait=False)
-        return self._start(NNWorkerHost, "nn_worker", rank)
+        return self._start(NNWorkerHost, "nn_worker", rank, expendable=expendable)
+
+    def nn_workers(self) -> list[Process]:
+        """Returns the NN workers that train, by rank, without those that join or leave."""
+        assert self.processes is not None
+        return [process for process in self.processes.of("nn_worker") if not process.expendable]
+
+    def set_nn_workers(self, count: int) -> None:
+        """Sets the number of NN workers, for the next run."""
+        with self.lock:
+            self.counts["nn_worker"] = self.feed.nn_workers = count
+            if self.plan is not None:
+                self.plan = self.plan._replace(nn_workers=count)
 
     def capacities_of(self, service: Service) -> list[Shares]:
         """Returns the capacities of the tables at each PS.

@@ -13,11 +13,11 @@ from persia.cluster.ray.nn_worker import CLUSTER, Outcome
 from persia.cluster.ray.processes import Process, Processes
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.retry import Deadline
-from persia.services import TokenService
+from persia.services import NNWorkersChange, TokenService
 from persia.telemetry.logs import get_logger
 from persia.types import TITLES
 
-__all__ = ["CONSEQUENCES", "RESTARTED", "Recovery", "Replacement", "pickled", "results"]
+__all__ = ["CONSEQUENCES", "RESTARTED", "Departure", "Recovery", "Replacement", "pickled", "results"]
 
 LOG = get_logger("persia.cluster")
 
@@ -27,6 +27,9 @@ GRACE_SECONDS = 3.0
 
 NOTICE_SECONDS = 30.0
 """Time to wait for the cause of a death: calls fail earlier, and the successor of a PS may reject pushes."""
+
+SURVIVAL_SECONDS = 30.0
+"""Time for the others to return their state after the death of an NN worker with which they averaged gradients."""
 
 RESTARTED = ("nn_worker", "dense_ps")
 """Roles that restart together after a death."""
@@ -68,9 +71,16 @@ class Replacement:
         self._starting: list[Process] = []
         self.deaths: dict[int, RoleDiedError] = {}
         """Deaths, by rank, of NN workers without which the others have continued."""
+        self.deadline: Deadline | None = None
+        """By when the others return; None if they go on with their phase."""
 
-    def replace(self, death: RoleDiedError) -> bool:
-        """Starts the successor of a dead NN worker if the others can continue; returns whether they continue."""
+    def replace(self, death: RoleDiedError, others: int) -> bool:
+        """Starts the successor of a dead NN worker if the others can continue; returns whether they continue.
+
+        Args:
+            death: the death.
+            others: number of the other NN workers.
+        """
         rank = death.fields["rank"]
         if not self._tokens.cancel(self._generation, rank):
             return False
@@ -99,6 +109,39 @@ class Replacement:
             self._tokens.stop()
 
 
+class Departure(Replacement):
+    """Lets the others end their phase, and continue without dead NN workers. Not thread-safe.
+
+    Args:
+        processes: see `Replacement`.
+        tokens: see `Replacement`.
+        generation: see `Replacement`.
+        release: begins a generation of a number of NN workers at the PSs: pushes that wait for the dead one fail.
+    """
+
+    def __init__(
+        self, processes: Processes, tokens: TokenService, generation: int, release: Callable[[int], object]
+    ) -> None:
+        super().__init__(processes, tokens, generation, _no_successor, 0.0)
+        self._release = release
+
+    def replace(self, death: RoleDiedError, others: int) -> bool:
+        """Ends the phase of the other NN workers. Returns True: they continue, or else fail soon."""
+        rank = death.fields["rank"]
+        LOG.warning("%s\nThe other NN workers end their phase, and continue without it.", death.message)
+        self.deaths[rank] = death
+        if self._tokens.cancel(self._generation, rank):
+            self._tokens.stop()
+        else:
+            self.deadline = Deadline(SURVIVAL_SECONDS)
+            self._release(others)
+        return True
+
+
+def _no_successor(rank: int) -> Process:
+    raise NotImplementedError(f"NN worker {rank} is not replaced")
+
+
 def pickled(function: Callable[[], Any], cluster: object) -> bytes:
     """Pickles a function and its references. NN workers substitute their own view for the cluster."""
 
@@ -117,6 +160,7 @@ def results(
     operations: Mapping[str, Callable[..., Any]],
     replacement: Replacement | None = None,
     halting: Callable[[], bool] = lambda: False,
+    changing: Callable[[], NNWorkersChange | None] = lambda: None,
 ) -> dict[int, Any]:
     """Returns the results of the function on each NN worker, by rank.
 
@@ -126,6 +170,7 @@ def results(
         operations: operations that this process serves for the function.
         halting: polled; once true, NN workers are requested to end after their step.
         replacement: decides whether the others continue after the death of an NN worker; None if they do not.
+        changing: polled; the number of NN workers for which NN worker 0 is requested to end the function.
 
     Raises:
         RoleDiedError: a process has died.
@@ -141,6 +186,10 @@ def results(
         if halting():  # Repeated for NN workers that have just restarted.
             for worker in calls.values():
                 worker.handle.halt.remote()
+        if (change := changing()) is not None:
+            for worker in calls.values():
+                if worker.rank == 0:
+                    worker.handle.request_change.remote(change)
         waiting = [c for c, w in calls.items() if w.rank not in outcomes and w.rank not in dead]
         requesting = {w.requesting: w for w in calls.values() if w.rank not in dead}
         done, _ = ray.wait([*waiting, *requesting], timeout=POLL_SECONDS)
@@ -165,7 +214,7 @@ def results(
                 replacement is None
                 or death.fields["role"] != "nn_worker"
                 or not others
-                or not replacement.replace(death)
+                or not replacement.replace(death, others)
             ):
                 processes.check()
             dead.add(death.fields["rank"])
@@ -176,6 +225,12 @@ def results(
             grace = Deadline(GRACE_SECONDS)
         if grace is not None and grace.passed:
             break
+        if replacement is not None and replacement.deadline is not None and replacement.deadline.passed:
+            break
+    if replacement is not None and replacement.deadline is not None:
+        lost = len(outcomes) + len(dead) < len(calls) or any(outcome.error for outcome in outcomes.values())
+        if lost:  # Not all others have a state with which they could continue.
+            raise next(iter(replacement.deaths.values()))
     _raise_first(processes, outcomes, len(calls))
     return {rank: outcomes[rank].value for rank in sorted(outcomes)}
 

@@ -1,0 +1,170 @@
+"""NN workers join and leave between two phases: every batch is trained once, and nothing that trains is lost."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import persia
+from persia.modes import Async, Auto, Gba, HopBw, Hybrid, Sync
+from persia.services import NNWorkersChange
+from persia.trainer.checkpointing import Checkpointing
+from support.moved_rows import IDS, ROWS, SCHEMA, EndlessBatches, SumOfRows, rows_of
+from support.threads_of_driver import ThreadsOfDriver
+
+
+def make_trainer(cluster, mode, model=None, **options):
+    torch.manual_seed(0)
+    return persia.Trainer(
+        model or SumOfRows(),
+        SCHEMA,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.1),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.1),
+        mode=mode,
+        cluster=cluster,
+        options=persia.TrainerOptions(progress=False, device="cpu", **options),
+    )
+
+
+def steps_of(parts):
+    """The batches of a run, those of each step as one; by part, the batches of a step, and the steps."""
+    source = EndlessBatches().batches()
+    for batches, steps in parts:
+        for _ in range(steps):
+            ids = np.concatenate([next(source).id_features["id"].values for _ in range(batches)])
+            empty = np.zeros((len(ids), 0), np.float32), np.zeros((len(ids), 1), np.float32)
+            yield persia.Batch({"id": persia.IdColumn(ids)}, *empty)
+
+
+def updates_of(batches):
+    return np.bincount(np.arange(batches * ROWS) * 7 % IDS, minlength=IDS).tolist()
+
+
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)], ids=str)
+def test_every_batch_is_trained_once_with_all_reduce(mode):
+    """Rows and network are those of one process that trains the batches of each step as one."""
+    cluster = ThreadsOfDriver(2)
+    cluster.changes = [
+        (20, NNWorkersChange(3)),
+        (70, NNWorkersChange(1, Fraction(3))),
+        (150, NNWorkersChange(2)),
+        (200, NNWorkersChange(1)),
+    ]
+    trainer = make_trainer(cluster, mode)
+    result = trainer.fit(EndlessBatches(), max_steps=120)
+    assert (trainer.global_step, result.steps, result.failures) == (120, 120, 0)
+    assert [nn_workers for nn_workers, _ in cluster.parts] == [2, 3, 1, 2]
+    ends = [step for _, step in cluster.parts] + [120]
+    steps = [after - before for before, after in zip([0, *ends], ends, strict=False)]
+    assert min(steps) > 0
+    parts = list(zip([2, 3, 3, 6, 3], steps, strict=True))
+    batches = sum(each * steps for each, steps in parts)
+    assert trainer.position == batches
+    assert result.rows == result.progressive.rows == batches * ROWS
+    rows = rows_of(trainer)
+    assert np.array_equal(rows[2], updates_of(batches))
+    reference = make_trainer(None, Sync())
+    reference.fit(list(steps_of(parts)))
+    if isinstance(mode, Sync):
+        assert rows == rows_of(reference)
+    torch.testing.assert_close(trainer.model.state_dict(), reference.model.state_dict())
+
+
+@pytest.mark.parametrize("mode", [Gba(2 * ROWS), Async()], ids=str)
+def test_every_batch_is_trained_once_with_tokens(mode):
+    cluster = ThreadsOfDriver(2)
+    cluster.changes = [(20, NNWorkersChange(4)), (70, NNWorkersChange(1))]
+    trainer = make_trainer(cluster, mode)
+    result = trainer.fit(EndlessBatches(), max_steps=100)
+    assert [nn_workers for nn_workers, _ in cluster.parts] == [2, 4]
+    report = result.asynchronous
+    assert (report.lost_batches, report.lost_tokens, report.abandoned) == (0, 0, 0)
+    assert report.rows + report.dropped_rows == trainer.position * ROWS
+    assert set(report.workers) == {0, 1, 2, 3}
+    if isinstance(mode, Gba):  # Its tolerance is not exceeded, so each batch is in an update.
+        assert sum(rows_of(trainer)[2]) == trainer.position * ROWS
+
+
+def test_newcomers_begin_with_the_state_of_rank_0():
+    """Optimizer, statistics of BatchNorm, and a schedule go on; each NN worker has random numbers of its own."""
+
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.drop = torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
+            self.out = torch.nn.Linear(4, 1)
+
+        def forward(self, dense, embeddings):
+            return self.out(self.drop(self.norm(embeddings["id"])))
+
+    cluster = ThreadsOfDriver(1)
+    cluster.changes = [(10, NNWorkersChange(2))]
+    trainer = make_trainer(cluster, Sync(), Normed(), schedule=persia.Schedule(warmup_steps=1000))
+    trainer.fit(EndlessBatches(), max_steps=40)
+    ((_, step),) = cluster.parts
+    assert trainer.model.norm.num_batches_tracked.item() == 40
+    assert trainer.step.optimizer.state_dict()["state"][0]["step"].item() == 40
+    assert trainer.step.scheduler.state_dict()["last_epoch"] == 40
+    assert trainer.position == step + 2 * (40 - step)
+
+
+@pytest.mark.parametrize(
+    ("mode", "change", "why"),
+    [
+        (Sync(), NNWorkersChange(3, Fraction(2, 3)), "3 NN workers cannot keep the global batch: a step has 2 batches"),
+        (HopBw(1), NNWorkersChange(1), "HopBw.backup = 1 with 1 NN workers"),
+        (Auto(Gba(2 * ROWS)), NNWorkersChange(1, Fraction(2)), "which does not go with the mode Gba"),
+    ],
+    ids=["shares", "mode", "auto"],
+)
+def test_what_cannot_train_is_refused(mode, change, why):
+    cluster = ThreadsOfDriver(2)
+    cluster.changes = [(10, change)]
+    trainer = make_trainer(cluster, mode)
+    assert trainer.fit(EndlessBatches(), max_steps=30).steps == 30
+    assert len(cluster.refused) == 1
+    assert why in cluster.refused[0]
+    assert not cluster.parts
+
+
+def test_a_change_waits_while_a_checkpoint_is_written(monkeypatch):
+    cluster = ThreadsOfDriver(2)
+    cluster.changes = [(10, NNWorkersChange(1))]
+    writes = iter([True] * 20)
+    monkeypatch.setattr(Checkpointing, "busy", property(lambda _: next(writes, False)))
+    make_trainer(cluster, Sync()).fit(EndlessBatches(), max_steps=60)
+    assert next(writes, None) is None
+    ((_, step),) = cluster.parts
+    assert step >= 20
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_others_continue_from_the_last_step_after_a_death(rank):
+    """No batch is trained twice or left out. Only updates of rows of the step in which it died may be lost."""
+    cluster = ThreadsOfDriver(3)
+    cluster.dies = rank, 60
+    trainer = make_trainer(cluster, Sync())
+    result = trainer.fit(EndlessBatches(), max_steps=50)
+    assert (trainer.global_step, result.steps, result.failures) == (50, 50, 1)
+    assert cluster.threads.nn_workers == 2
+    before = trainer.position - 2 * 50
+    assert 15 <= before <= 20
+    lost = np.array(updates_of(trainer.position)) - rows_of(trainer)[2]
+    last = np.array(updates_of(3 * before)) - updates_of(3 * (before - 1))
+    assert not lost.any() or (lost == last).all()
+    reference = make_trainer(None, Sync())
+    reference.fit(list(steps_of([(3, before), (2, 50 - before)])))
+    torch.testing.assert_close(trainer.model.state_dict(), reference.model.state_dict())
+
+
+def test_an_error_that_is_no_death_is_raised():
+    class Failing(EndlessBatches):
+        def batches(self, epoch=0, start=0):
+            for number, batch in enumerate(super().batches(epoch, start), start):
+                if number == 31:
+                    raise RuntimeError("the disk")
+                yield batch
+
+    with pytest.raises(RuntimeError, match="the disk"):
+        make_trainer(ThreadsOfDriver(2), Sync()).fit(Failing(), max_steps=50)
