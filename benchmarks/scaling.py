@@ -1,18 +1,21 @@
-"""Embedding PSs that join while a run trains: how long it takes, and what it takes from training.
+"""Embedding PSs and NN workers that join while a run trains: how long it takes, and what it takes from training.
 
-    python -m benchmarks 'scale.ps_*' [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'scale.ps_*' scale.nn_pause_s [--preset smoke|laptop|full] [--json FILE]
 
 2 PSs on Ray have rows of dim 16 with Adagrad, and a `Trainer` trains random ones of them as fast as it can. 2 more PSs
-join. Checkpoints go to PERSIA_BENCH_DIR, or the directory for temporary files.
+join. Checkpoints go to PERSIA_BENCH_DIR, or the directory for temporary files. 2 NN workers train such rows with a
+network of 2 layers in the same way, and 2 more join and leave.
 """
 
 from __future__ import annotations
 
 import statistics
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,7 @@ from persia.services import BucketMaps
 ROWS = {"smoke": 20_000, "laptop": 10_000_000, "full": 10_000_000}
 ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
 STEADY_SECONDS = {"smoke": 0.5, "laptop": 10.0, "full": 20.0}
-DIM, BATCH, CHUNK = 16, 2048, 1_000_000
+DIM, HIDDEN, BATCH, CHUNK = 16, 1024, 2048, 1_000_000
 SECONDS = 600.0
 SCHEMA = persia.Schema([persia.IdFeature("id", DIM)], labels=["click"])
 
@@ -66,11 +69,31 @@ class Sum(torch.nn.Module):
         return logits
 
 
-def trainer_on(cluster: Ray) -> persia.Trainer:
+class Timed(torch.nn.Module):
+    """A network of 2 layers that notes when NN worker 0 trains a batch.
+
+    Args:
+        path: file that gets the times, float64 in seconds of the monotonic clock, which processes of a host share.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.layers = torch.nn.Sequential(torch.nn.Linear(DIM, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 1))
+
+    def forward(self, dense: torch.Tensor, embeddings: Any) -> torch.Tensor:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+            with open(self.path, "ab") as file:
+                file.write(struct.pack("<d", time.monotonic()))
+        logits: torch.Tensor = self.layers(embeddings["id"])
+        return logits
+
+
+def trainer_on(cluster: Ray, network: torch.nn.Module | None = None) -> persia.Trainer:
     return persia.Trainer(
-        Sum(),
+        network or Sum(),
         SCHEMA,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
+        optimizer=lambda parameters: (torch.optim.Adam if network else torch.optim.SGD)(parameters, 0.01),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
         mode=persia.modes.Hybrid(4, warmup=0),
         cluster=cluster,
@@ -156,3 +179,34 @@ def ps_join(preset: str) -> list[runner.Measure]:
         runner.quantity("scale.ps_rate", rates, "ratio", details={"of": "batches/s while rows move, over before"}),
         runner.Measure("scale.ps_resume", ratio, "ratio", details={"of": of, "s through a checkpoint": resumed}),
     ]
+
+
+@runner.measures("scale.nn_pause_s")
+def nn_workers_join(preset: str) -> runner.Measure:
+    """The longest time between two batches of NN worker 0 while 2 NN workers become 4, and 4 become 2."""
+    rows = min(ROWS[preset], CHUNK)
+    pauses: list[float] = []
+    seconds: list[float] = []
+    with folder() as path, ray_here(preset), Ray(1, nn_workers=2, options=RayOptions(threads=1)) as cluster:
+        times = Path(path) / "times"
+        trainer = trainer_on(cluster, Timed(str(times)))
+        with training(trainer, cluster, rows):
+            for _ in range(ROUNDS[preset]):
+                for nn_workers in (4, 2):
+                    time.sleep(STEADY_SECONDS[preset])
+                    began = time.monotonic()
+                    cluster.scale(nn_workers=nn_workers)
+                    seconds.append(time.monotonic() - began)
+                    before = pushed(cluster)
+                    while pushed(cluster) <= before:  # `scale` may return before the first batch.
+                        time.sleep(0.05)
+                    pauses.append(longest_gap(times, began))
+    pauses = [max(pauses)] if preset == "smoke" else pauses
+    details = {"of": "2 to 4 NN workers and back", "rows": rows, "s of scale()": statistics.median(seconds)}
+    return runner.quantity("scale.nn_pause_s", pauses, "s", at_most=2.0, details=details)
+
+
+def longest_gap(path: Path, since: float) -> float:
+    """Returns the longest time between two batches, of those from a moment on and the one before."""
+    times = np.frombuffer(path.read_bytes(), "<f8")
+    return float(np.diff(times[max(0, np.searchsorted(times, since) - 1) :]).max())
