@@ -149,6 +149,20 @@ def test_a_run_that_does_not_end_and_a_newcomer_that_dies():
     assert (ranks(roles), roles.counts["nn_worker"], scaling.requested) == ([0, 1], 2, None)
 
 
+def test_an_order_whose_pss_cannot_be_told_is_withdrawn(monkeypatch):
+    roles = Roles(2)
+    roles.service = "trains"
+    scaling = NNWorkerScaling(roles)
+
+    def late(nn_workers):
+        raise DeadlineError("embedding PS 0 is late")
+
+    monkeypatch.setattr(scaling, "_tell_servers", late)
+    with pytest.raises(DeadlineError, match="embedding PS 0"):
+        scaling.scale(3, False, lambda _: None)
+    assert (ranks(roles), roles.counts["nn_worker"], scaling.requested) == ([0, 1], 2, None)
+
+
 def test_the_others_close_up_if_one_leaves_or_dies():
     roles = Roles(4)
     scaling = NNWorkerScaling(roles)
@@ -162,7 +176,7 @@ def test_the_others_close_up_if_one_leaves_or_dies():
     assert roles.counts["nn_worker"] == 2
     roles.processes.living.remove(fourth)
     scaling.drop([1])
-    with pytest.raises(ConfigError, match="no other NN worker"):
+    with pytest.raises(ConfigError, match="the only NN worker"):
         scaling._scale(None, False, lambda _: None, third)
 
 

@@ -123,9 +123,9 @@ def test_nn_workers_join_and_leave_while_it_trains():
         assert rows == rows_of(reference)
 
 
-def test_one_that_gets_sigterm_leaves_and_the_others_train_on():
+def test_one_that_gets_sigterm_leaves_and_so_does_one_that_dies_where_that_is_permitted():
     """Also NN worker 0, whose state the others have. With tokens; then the number changes between two calls."""
-    with persia.cluster.Ray(1, 1, 1, 3, options()) as cluster:
+    with persia.cluster.Ray(1, 1, 1, 4, options(nn_worker_deaths="leave")) as cluster:
         run = Run(cluster, Gba(3 * ROWS))
         eventually(lambda: cluster._roles.service is not None or run.failure is not None, "the roles are there")
         run.trains_on()
@@ -133,20 +133,25 @@ def test_one_that_gets_sigterm_leaves_and_the_others_train_on():
         signal_process(cluster, "nn_worker", 0, signal.SIGTERM)
         eventually(lambda: pids(cluster, "nn_worker") == before[1:], "it has left")
         run.trains_on()
-        assert cluster.nn_workers == 2
-        assert [process.rank for process in cluster._roles.nn_workers()] == [0, 1]
+        assert cluster.nn_workers == 3
+        assert [process.rank for process in cluster._roles.nn_workers()] == [0, 1, 2]
+        assert [nn_workers for nn_workers, _ in run.parts[:1]] == [4]
+        signal_process(cluster, "nn_worker", 1)
+        eventually(lambda: cluster.nn_workers == 2 or run.failure is not None, "it has left")
+        run.trains_on()
+        assert pids(cluster, "nn_worker") == [before[1], before[3]]
         run.stop()
-        assert [nn_workers for nn_workers, _ in run.parts[:1]] == [3]
-        assert (run.result.failures, run.result.asynchronous.lost_batches) == (0, 0)
-        assert sum(rows_of(run.trainer)[2]) == run.trainer.position * ROWS
+        report, position = run.result.asynchronous, run.trainer.position
+        assert (run.result.failures, report.lost_batches) == (1, 0)
+        assert report.rows + report.dropped_rows == position * ROWS
         cluster.scale(nn_workers=1)
         assert pids(cluster, "nn_worker") == before[1:2]
-        position = run.trainer.position
         result = run.trainer.fit(run.data, max_steps=10)
         assert result.rows == 30 * ROWS
         assert run.trainer.position == position + 30
 
 
+@pytest.mark.slow
 def test_a_death_is_a_leave_where_that_is_permitted():
     """The others keep their processes, and continue from the last step; no batch is trained twice or left out."""
     with persia.cluster.Ray(1, 1, 1, 3, options(nn_worker_deaths="leave")) as cluster:

@@ -134,7 +134,7 @@ class NNWorkerScaling:
                 if count is None:
                     count = before - 1
                     if not count or leaves not in roles.nn_workers():
-                        raise ConfigError("There is no other NN worker.", field="cluster.nn_workers")
+                        raise ConfigError("it is the only NN worker, or does not train.", field="cluster.nn_workers")
                 factor = Fraction(before, count) if keep_global_batch else Fraction(1)
                 if roles.processes is None or not (present := roles.nn_workers()):
                     roles.set_nn_workers(count)
@@ -151,6 +151,7 @@ class NNWorkerScaling:
                 prepare(joining)
                 self._await(order)
             except BaseException:
+                self._withdraw(order)
                 self._end(joining)
                 raise
             self._end([process for process in processes.of("nn_worker") if process.expendable])
@@ -242,6 +243,11 @@ class NNWorkerScaling:
     def _request(self, order: _Order) -> None:
         with self._changed:
             self._order, self._refusal = order, ""
+
+    def _withdraw(self, order: _Order) -> None:
+        with self._changed:
+            if self._order is order:
+                self._order = None
 
     def _adopt_between_runs(self) -> None:
         roles = self._roles

@@ -74,7 +74,7 @@ class Replacement:
         self.deadline: Deadline | None = None
         """By when the others return; None if they go on with their phase."""
 
-    def replace(self, death: RoleDiedError, others: int) -> bool:
+    def replace(self, death: RoleDiedError, others: int = 1) -> bool:
         """Starts the successor of a dead NN worker if the others can continue; returns whether they continue.
 
         Args:
@@ -125,7 +125,7 @@ class Departure(Replacement):
         super().__init__(processes, tokens, generation, _no_successor, 0.0)
         self._release = release
 
-    def replace(self, death: RoleDiedError, others: int) -> bool:
+    def replace(self, death: RoleDiedError, others: int = 1) -> bool:
         """Ends the phase of the other NN workers. Returns True: they continue, or else fail soon."""
         rank = death.fields["rank"]
         LOG.warning("%s\nThe other NN workers end their phase, and continue without it.", death.message)
