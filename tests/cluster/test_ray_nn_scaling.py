@@ -82,7 +82,7 @@ class Steps:
         self.parts = parts
 
     def __iter__(self) -> Any:
-        source = EndlessBatches().batches()
+        source = EndlessBatches(pause=0.0).batches()
         for batches, steps in self.parts:
             for _ in range(steps):
                 ids = np.concatenate([next(source).id_features["id"].values for _ in range(batches)])

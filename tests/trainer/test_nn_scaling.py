@@ -29,7 +29,7 @@ def make_trainer(cluster, mode, model=None, **options):
 
 def steps_of(parts):
     """The batches of a run, those of each step as one; by part, the batches of a step, and the steps."""
-    source = EndlessBatches().batches()
+    source = EndlessBatches(pause=0.0).batches()
     for batches, steps in parts:
         for _ in range(steps):
             ids = np.concatenate([next(source).id_features["id"].values for _ in range(batches)])
@@ -46,16 +46,16 @@ def test_every_batch_is_trained_once_with_all_reduce(mode):
     """Rows and network are those of one process that trains the batches of each step as one."""
     cluster = ThreadsOfDriver(2)
     cluster.changes = [
-        (20, NNWorkersChange(3)),
-        (70, NNWorkersChange(1, Fraction(3))),
-        (150, NNWorkersChange(2)),
-        (200, NNWorkersChange(1)),
+        (10, NNWorkersChange(3)),
+        (35, NNWorkersChange(1, Fraction(3))),
+        (75, NNWorkersChange(2)),
+        (100, NNWorkersChange(1)),
     ]
     trainer = make_trainer(cluster, mode)
-    result = trainer.fit(EndlessBatches(), max_steps=120)
-    assert (trainer.global_step, result.steps, result.failures) == (120, 120, 0)
+    result = trainer.fit(EndlessBatches(pause=0.0), max_steps=60)
+    assert (trainer.global_step, result.steps, result.failures) == (60, 60, 0)
     assert [nn_workers for nn_workers, _ in cluster.parts] == [2, 3, 1, 2]
-    ends = [step for _, step in cluster.parts] + [120]
+    ends = [step for _, step in cluster.parts] + [60]
     steps = [after - before for before, after in zip([0, *ends], ends, strict=False)]
     assert min(steps) > 0
     parts = list(zip([2, 3, 3, 6, 3], steps, strict=True))
@@ -76,7 +76,7 @@ def test_every_batch_is_trained_once_with_tokens(mode):
     cluster = ThreadsOfDriver(2)
     cluster.changes = [(20, NNWorkersChange(4)), (70, NNWorkersChange(1))]
     trainer = make_trainer(cluster, mode)
-    result = trainer.fit(EndlessBatches(), max_steps=100)
+    result = trainer.fit(EndlessBatches(pause=0.0), max_steps=100)
     assert [nn_workers for nn_workers, _ in cluster.parts] == [2, 4]
     report = result.asynchronous
     assert (report.lost_batches, report.lost_tokens, report.abandoned) == (0, 0, 0)
@@ -101,7 +101,7 @@ def test_newcomers_begin_with_the_state_of_rank_0():
     cluster = ThreadsOfDriver(1)
     cluster.changes = [(10, NNWorkersChange(2))]
     trainer = make_trainer(cluster, Sync(), Normed(), schedule=persia.Schedule(warmup_steps=1000))
-    trainer.fit(EndlessBatches(), max_steps=40)
+    trainer.fit(EndlessBatches(pause=0.0), max_steps=40)
     ((_, step),) = cluster.parts
     assert trainer.model.norm.num_batches_tracked.item() == 40
     assert trainer.step.optimizer.state_dict()["state"][0]["step"].item() == 40
@@ -122,7 +122,7 @@ def test_what_cannot_train_is_refused(mode, change, why):
     cluster = ThreadsOfDriver(2)
     cluster.changes = [(10, change)]
     trainer = make_trainer(cluster, mode)
-    assert trainer.fit(EndlessBatches(), max_steps=30).steps == 30
+    assert trainer.fit(EndlessBatches(pause=0.0), max_steps=30).steps == 30
     assert len(cluster.refused) == 1
     assert why in cluster.refused[0]
     assert not cluster.parts
@@ -133,7 +133,7 @@ def test_a_change_waits_while_a_checkpoint_is_written(monkeypatch):
     cluster.changes = [(10, NNWorkersChange(1))]
     writes = iter([True] * 20)
     monkeypatch.setattr(Checkpointing, "busy", property(lambda _: next(writes, False)))
-    make_trainer(cluster, Sync()).fit(EndlessBatches(), max_steps=60)
+    make_trainer(cluster, Sync()).fit(EndlessBatches(pause=0.0), max_steps=60)
     assert next(writes, None) is None
     ((_, step),) = cluster.parts
     assert step >= 20
@@ -145,16 +145,16 @@ def test_the_others_continue_from_the_last_step_after_a_death(rank):
     cluster = ThreadsOfDriver(3)
     cluster.dies = rank, 60
     trainer = make_trainer(cluster, Sync())
-    result = trainer.fit(EndlessBatches(), max_steps=50)
-    assert (trainer.global_step, result.steps, result.failures) == (50, 50, 1)
+    result = trainer.fit(EndlessBatches(pause=0.0), max_steps=30)
+    assert (trainer.global_step, result.steps, result.failures) == (30, 30, 1)
     assert cluster.threads.nn_workers == 2
-    before = trainer.position - 2 * 50
+    before = trainer.position - 2 * 30
     assert 15 <= before <= 20
     lost = np.array(updates_of(trainer.position)) - rows_of(trainer)[2]
     last = np.array(updates_of(3 * before)) - updates_of(3 * (before - 1))
     assert not lost.any() or (lost == last).all()
     reference = make_trainer(None, Sync())
-    reference.fit(list(steps_of([(3, before), (2, 50 - before)])))
+    reference.fit(list(steps_of([(3, before), (2, 30 - before)])))
     torch.testing.assert_close(trainer.model.state_dict(), reference.model.state_dict())
 
 
@@ -167,4 +167,4 @@ def test_an_error_that_is_no_death_is_raised():
                 yield batch
 
     with pytest.raises(RuntimeError, match="the disk"):
-        make_trainer(ThreadsOfDriver(2), Sync()).fit(Failing(), max_steps=50)
+        make_trainer(ThreadsOfDriver(2), Sync()).fit(Failing(pause=0.0), max_steps=50)
