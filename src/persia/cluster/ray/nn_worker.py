@@ -178,6 +178,10 @@ class NNWorkerHost(Host):
 
     def prepare(self, function: bytes) -> None:
         """Imports what a function needs, so that it begins sooner here than in a new process."""
+        import torch
+
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        torch.optim.SGD([parameter], 0.1)  # The first optimizer of a process imports torch._dynamo, for seconds.
         _Unpickler(BytesIO(function), WorkerProcess(self, 0)).load()
 
     def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], recovers: bool, seat: Seat) -> Outcome:
