@@ -47,6 +47,14 @@ def test_the_roles_of_the_paper():
     assert Counter(hosts(layout, "nn_worker", 16)) == {"g": 8, "h": 8}
 
 
+def test_others_keep_their_hosts_when_ranks_change():
+    """NN workers that join have reserved theirs while others close up."""
+    layout = laid_out([node(name, gpu=1) for name in "abcd"], {"nn_worker": {"GPU": 1}}, nn_worker=4)
+    before = hosts(layout, "nn_worker", 4)
+    layout.renumber("nn_worker", [0, 2], [3])
+    assert hosts(layout, "nn_worker", 4) == f"{before[0]}{before[2]}-{before[3]}"
+
+
 def test_equal_hosts_get_ps_in_turn():
     assert hosts(laid_out([node(name) for name in "cab"], {"ps": {}}, ps=7), "embedding_ps", 7) == "abcabca"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from fractions import Fraction
 from typing import Any
@@ -36,6 +37,10 @@ class ThreadsOfDriver:
         self.refused: list[str] = []
         self.parts: list[tuple[int, int]] = []
         self.share = Fraction(1)
+        self.accepted: NNWorkersChange | None = None
+        """The change that NN worker 0 has accepted last."""
+        self.withdraws = False
+        """Whether changes are withdrawn before NN worker 0 accepts them."""
         self.dies: tuple[int, int] | None = None
         """Rank of an NN worker, and the number of the batch at which it dies."""
         self._died: list[RoleDiedError] = []
@@ -48,6 +53,9 @@ class ThreadsOfDriver:
 
     def feed(self, source: Any, *_: Any) -> None:
         self._source = source
+
+    def fitting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def take(self, rank: int, epoch: int, number: int) -> Delivery:
         self._taken = max(self._taken, number)
@@ -74,9 +82,13 @@ class ThreadsOfDriver:
             self._died = []
             self.renew(len(results))
             return Attempt(results, dead, points[-1] if points else None)
+        if dead and not results:  # No other one continues: all restart.
+            self._died = []
+            self.renew(self.threads.nn_workers - len(dead))
+            return Attempt({}, dead, points[-1] if points else None)
         for failure in self.threads.failures:
             raise failure
-        if (due := self.requested) is not None:
+        if (due := self.requested) is not None and not self.withdraws:
             self.parts.append((self.threads.nn_workers, points[-1].step))
             self.share *= due.factor
             self.renew(due.nn_workers)
@@ -101,7 +113,11 @@ class ThreadsOfDriver:
     def requested(self) -> NNWorkersChange | None:
         return self.changes[0][1] if self.changes and self.changes[0][0] <= self._taken else None
 
-    def refuse(self, reason: str) -> None:
+    def accept(self, change: NNWorkersChange) -> bool:
+        self.accepted = change
+        return not self.withdraws
+
+    def refuse(self, change: NNWorkersChange, reason: str) -> None:
         self.refused.append(reason)
         self.changes.pop(0)
 

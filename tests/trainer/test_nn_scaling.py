@@ -9,6 +9,7 @@ import torch
 import persia
 from persia.modes import Async, Auto, Gba, HopBw, Hybrid, Sync
 from persia.services import NNWorkersChange
+from persia.telemetry.tracking import MLflow
 from persia.trainer.checkpointing import Checkpointing
 from support.moved_rows import IDS, ROWS, SCHEMA, EndlessBatches, SumOfRows, rows_of
 from support.threads_of_driver import ThreadsOfDriver
@@ -28,7 +29,7 @@ def make_trainer(cluster, mode, model=None, **options):
 
 
 def steps_of(parts):
-    """The batches of a run, those of each step as one; by part, the batches of a step, and the steps."""
+    """The batches of a run, the batches of each step as one; by part, the batches of a step, and the steps."""
     source = EndlessBatches(pause=0.0).batches()
     for batches, steps in parts:
         for _ in range(steps):
@@ -43,7 +44,7 @@ def updates_of(batches):
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)], ids=str)
 def test_every_batch_is_trained_once_with_all_reduce(mode):
-    """Rows and network are those of one process that trains the batches of each step as one."""
+    """Rows and network are as in one process that trains the batches of each step as one."""
     cluster = ThreadsOfDriver(2)
     cluster.changes = [
         (10, NNWorkersChange(3)),
@@ -87,7 +88,7 @@ def test_every_batch_is_trained_once_with_tokens(mode):
 
 
 def test_newcomers_begin_with_the_state_of_rank_0():
-    """Optimizer, statistics of BatchNorm, and a schedule go on; each NN worker has random numbers of its own."""
+    """Optimizer, statistics of BatchNorm, and a schedule go on; NN workers have different random numbers."""
 
     class Normed(torch.nn.Module):
         def __init__(self):
@@ -128,6 +129,52 @@ def test_what_cannot_train_is_refused(mode, change, why):
     assert not cluster.parts
 
 
+def test_a_change_that_is_withdrawn_before_the_boundary_is_not_made():
+    cluster = ThreadsOfDriver(2)
+    cluster.changes, cluster.withdraws = [(10, NNWorkersChange(1))], True
+    trainer = make_trainer(cluster, Sync())
+    assert trainer.fit(EndlessBatches(pause=0.0), max_steps=30).steps == 30
+    assert cluster.accepted == NNWorkersChange(1)
+    assert not cluster.parts
+    assert trainer.position == 60
+
+
+def test_a_mode_with_dense_pss_ignores_that_the_global_batch_was_kept():
+    cluster = ThreadsOfDriver(1)
+    cluster.share = Fraction(2)
+    trainer = make_trainer(cluster, Async())
+    assert trainer.fit(EndlessBatches(pause=0.0), max_steps=10).steps == 10
+
+
+def test_a_change_is_no_failure_for_trackers(monkeypatch):
+    ends = []
+
+    class Recorded:
+        def begin(self, parameters):
+            pass
+
+        def log(self, values, step):
+            pass
+
+        def end(self, failed):
+            ends.append(failed)
+
+    monkeypatch.setattr(MLflow, "tracker", lambda _: Recorded())
+    cluster = ThreadsOfDriver(2)
+    cluster.changes = [(10, NNWorkersChange(1))]
+    make_trainer(cluster, Sync(), trackers=[MLflow()]).fit(EndlessBatches(pause=0.0), max_steps=30)
+    assert len(cluster.parts) == 1
+    assert ends == [False, False]
+
+
+def test_what_other_options_do_not_permit_is_refused(tmp_path):
+    cluster = ThreadsOfDriver(2)
+    cluster.changes = [(10, NNWorkersChange(1, Fraction(2)))]
+    trainer = make_trainer(cluster, Sync(), record_dir=str(tmp_path))
+    assert trainer.fit(EndlessBatches(pause=0.0), max_steps=20).steps == 20
+    assert "leave accumulation_steps at 1" in cluster.refused[0]
+
+
 def test_a_change_waits_while_a_checkpoint_is_written(monkeypatch):
     cluster = ThreadsOfDriver(2)
     cluster.changes = [(10, NNWorkersChange(1))]
@@ -156,6 +203,16 @@ def test_the_others_continue_from_the_last_step_after_a_death(rank):
     reference = make_trainer(None, Sync())
     reference.fit(list(steps_of([(3, before), (2, 30 - before)])))
     torch.testing.assert_close(trainer.model.state_dict(), reference.model.state_dict())
+
+
+def test_all_restart_after_a_death_where_rows_have_updates_that_the_network_lacks():
+    """Without `combine` the PSs apply gradients as they come, also of a step that is trained again."""
+    cluster = ThreadsOfDriver(3)
+    cluster.dies = 2, 60
+    trainer = make_trainer(cluster, Hybrid(2, warmup=0, combine=False))
+    result = trainer.fit(EndlessBatches(pause=0.0), max_steps=30)
+    assert (trainer.global_step, result.steps, result.failures) == (30, 30, 1)
+    assert trainer.position == 2 * 30  # From the beginning: there is no recovery point yet.
 
 
 def test_an_error_that_is_no_death_is_raised():

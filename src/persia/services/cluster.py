@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -179,6 +180,13 @@ class ProcessCluster(Cluster, Protocol):
             function: see `run`.
             halting: polled while it runs; once true, `Connection.halted` is true on all NN workers.
             keep: called with each recovery point, while NN workers wait; if it fails, so does the function.
+        """
+
+    def fitting(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for the attempts of one call of `fit`.
+
+        In it, NN workers join or leave only where NN worker 0 accepts it: between two attempts nobody could tell
+        whether the mode permits another number.
         """
 
     def restart_servers(self, ranks: Sequence[int]) -> None:

@@ -28,6 +28,7 @@ from persia.errors import (
     UnequalStepsError,
 )
 from persia.metrics import Metrics
+from persia.modes import Dense, Mode
 from persia.nn.dense_step import DenseStep
 from persia.nn.push_log import PushCounts
 from persia.nn.replicas import SingleReplica
@@ -141,13 +142,15 @@ class _Work:
 
 
 def _continues_without_others(error: Exception, trainer: LocalTrainer) -> bool:
-    """Returns whether an error may follow from the death of another NN worker, and the state here is that of a step.
+    """Returns whether an error may follow from the death of another NN worker, and the state here belongs to a step.
 
-    Not with an optimizer that is spread over NN workers: an error in its step leaves it in between.
+    Not with an optimizer that is spread over NN workers: an error in its step leaves it in between. Nor in a mode that
+    applies the gradients of each NN worker as they come: rows have updates of steps that would be trained again.
     """
     caused = isinstance(error, (DeadlineError, StalePushError, UnequalStepsError)) or type(error) is PersiaError
     whole = not hasattr(trainer.step.optimizer, "consolidate")
-    return caused and whole and trainer.survives and trainer.state.failed_after is not None
+    combined = trainer.state.mode.group(trainer.step.replicas.nn_workers, 1) > 1
+    return caused and whole and combined and trainer.survives and trainer.state.failed_after is not None
 
 
 class Driver:
@@ -206,6 +209,19 @@ class Driver:
             ConfigError: the position in the data has no meaning any more.
             PersiaError: an NN worker has raised it, or a process has died for good. The network here is as it was.
         """
+        with self._cluster.fitting():
+            return self._fit(train_data, eval_data, bounds, should_stop, again, restart_data)
+
+    def _fit(
+        self,
+        train_data: Iterable[Batch],
+        eval_data: Iterable[Batch] | None,
+        bounds: dict[str, Any],
+        should_stop: Callable[[], bool],
+        again: bool,
+        restart_data: bool,
+    ) -> FitResult:
+        """See `fit`."""
         options, calls = self._declared.options, self._stored_calls
         stream = isinstance(train_data, StreamPosition)
         point = calls.begin(self._network, self._state) if calls is not None else None
@@ -249,7 +265,9 @@ class Driver:
             left = dict(bounds)
             if left["max_steps"] is not None:
                 left["max_steps"] -= state.step - first_step
-            make = functools.partial(_made, self._make, self._cluster, options)
+            make = self._make  # A mode with dense PSs decides itself how many gradients make a step.
+            if not _uses_dense_servers(self._declared, self._state.mode):
+                make = functools.partial(_made, self._make, self._cluster, options)
             work = _Work(make, eval_data, state, left, None if restarted else options)
             attempt = self._cluster.attempt(work, should_stop, keep)
             changed = any(isinstance(result, _Changed) for result in attempt.results.values())
@@ -316,6 +334,14 @@ def _made(make: Callable[..., LocalTrainer], cluster: ProcessCluster, options: T
             field="cluster.nn_workers",
         )
     return make(options=msgspec.structs.replace(options, accumulation_steps=int(batches)))
+
+
+def _uses_dense_servers(declared: Declared, mode: Mode) -> bool:
+    """Returns whether a mode of the run, now or later, keeps the network on dense PSs."""
+    modes = [mode, *(later for _, later in declared.options.mode_schedule)]
+    if declared.auto is not None:
+        modes += [declared.auto.sync, declared.auto.asynchronous]
+    return any(each.dense() is Dense.SERVER for each in modes)
 
 
 def save_recovery_point(

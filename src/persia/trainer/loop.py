@@ -104,6 +104,8 @@ class TrainingLoop:
                         # The backward pass pushes the gradients of rows, and averages the network's.
                         logits, loss = self._forward_backward(batch, all_reduce=True)
                         updated = network.apply()  # At the last batch of a step: clipping, optimizer.
+                    if updated:  # Whatever fails after it: the network has the update.
+                        updated_at = step, state.position + replicas.nn_workers
                     drawn += 1
                     state.position += replicas.nn_workers
                     source.forget(state.position)
@@ -111,8 +113,6 @@ class TrainingLoop:
                     # One request to stop suffices: it is sent with the next batch, and all stop after that step.
                     if self._should_stop() or switch_requested():
                         replicas.request_stop()
-                    if updated:
-                        updated_at = step, state.position
                     if updated and replicas.stop_requested():
                         stopped_at = time.monotonic()
                         break

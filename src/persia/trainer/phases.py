@@ -11,6 +11,8 @@ from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
+import msgspec
+
 from persia.coordinator import TokenReport
 from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
@@ -298,25 +300,28 @@ class Phases:
 
     def _must_quiesce(self) -> bool:
         """Returns whether NN worker 0 learns here that rows are to move, or that NN workers are to join or leave."""
-        return self._moves_wait() or self._change_requested()
+        return self._moves_wait() or self._requested_change() is not None
 
     def change_requested(self) -> bool:
         """Returns whether another number of NN workers is to train from here on. All NN workers call it. Blocks."""
-        if self._connection.changes is None:
+        changes = self._connection.changes
+        if changes is None:
             return False
-        return self._network.replicas.run_on_rank0(self._change_requested, bool)
+        return self._network.replicas.run_on_rank0(
+            lambda: (change := self._requested_change()) is not None and changes.accept(change), bool
+        )
 
-    def _change_requested(self) -> bool:
-        """Returns whether NN worker 0 learns here of another number of NN workers. Refuses one that cannot train."""
+    def _requested_change(self) -> NNWorkersChange | None:
+        """Returns the other number of NN workers, if NN worker 0 learns here of one. Refuses one that cannot train."""
         changes = self._connection.changes
         if changes is None or self._connection.rank > 0 or (change := changes.requested) is None or self.busy():
-            return False
+            return None
         try:
             self._check_change(change)
         except ConfigError as error:
-            changes.refuse(error.message)
-            return False
-        return True
+            changes.refuse(change, error.message)
+            return None
+        return change
 
     def _check_change(self, change: NNWorkersChange) -> None:
         """Raises ConfigError if training cannot continue with another number of NN workers."""
@@ -329,13 +334,14 @@ class Phases:
                 "Choose a number that divides them, or let the global batch change with the number of NN workers.",
                 field="cluster.nn_workers",
             )
+        msgspec.structs.replace(self._options, accumulation_steps=int(each))  # Checks the other options.
         for mode in (self._state.mode, *self._declared_modes):
             mode.group(change.nn_workers, self._state.local_batch or 1)
             if each > 1 and mode.dense() is Dense.SERVER:
                 raise ConfigError(
                     f"{change.nn_workers} NN workers cannot keep the global batch: each would need accumulation_steps "
                     f"= {each}, which does not go with the mode {type(mode).__name__}. Let the global batch of modes "
-                    "with all-reduce change with the number of NN workers; that of Gba stays anyway.",
+                    "with all-reduce change with the number of NN workers; the one of Gba stays anyway.",
                     field="cluster.nn_workers",
                 )
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from persia.coordinator import TokenReport
-from persia.errors import DivergedError
+from persia.errors import DivergedError, NNWorkersChangeError
 from persia.metrics import Figures, MetricsResult, WatchedMetric, merged_metrics
 from persia.metrics.result import known
 from persia.modes import ModeChoice
@@ -245,6 +245,9 @@ class FitProgress:
                 started.append(tracker)
             yield
             failed = False
+        except NNWorkersChangeError:
+            failed = False  # Training continues, in another run of the tracker.
+            raise
         finally:
             for tracker in started:
                 tracker.end(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from types import TracebackType
 from typing import Any, TypeVar
@@ -185,6 +186,10 @@ class Ray:
         """Recovery points that outlive this process; None without `RayOptions.run`."""
         return self._roles.attachment
 
+    def fitting(self) -> AbstractContextManager[None]:
+        """Returns a context for the attempts of one call of `fit`; see `persia.services.ProcessCluster`."""
+        return self._nn_workers.fitting()
+
     def restart_servers(self, ranks: Sequence[int]) -> None:
         """Replaces embedding PSs that have died permanently with empty ones, on any node with free resources.
 
@@ -213,7 +218,7 @@ class Ray:
             processes, _, coordinator = roles.started(check=False)
             self._answer_requests()
             with roles.lock:
-                self._nn_workers.adopt(tell_servers=recovery is None)
+                self._nn_workers.begin_run(trains=recovery is not None)
                 roles.forget_deaths()
                 processes.check()
                 roles.start_nn_workers()
@@ -223,6 +228,7 @@ class Ray:
                 generation = coordinator.regenerate(len(workers))
                 if roles.attachment is not None:
                     roles.attachment.began(generation)
+                roles.feed.share = self.share
                 roles.renew_feed(generation)
                 roles.ps_deaths.clear()
                 rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
@@ -248,6 +254,7 @@ class Ray:
                         )
                     operations |= {
                         "save_recovery_point": recovery.save,
+                        "accept_change": changes.accept,
                         "refuse_change": changes.refuse,
                         "leave": changes.let_leave,
                     }
@@ -265,9 +272,12 @@ class Ray:
             self._follow_earlier_order()
             return done
         finally:
-            if recovery is not None and self.options.nn_worker_deaths == "leave" and recovery.replaced:
-                self._nn_workers.drop([death.fields["rank"] for death in recovery.replaced])
-            roles.running.release()
+            self._function = None  # Ray would keep the object.
+            try:
+                if recovery is not None and self.options.nn_worker_deaths == "leave" and recovery.replaced:
+                    self._nn_workers.drop([death.fields["rank"] for death in recovery.replaced])
+            finally:
+                roles.running.release()
 
     def feed(
         self,
@@ -366,7 +376,8 @@ class Ray:
 
     def _prepare(self, joining: Sequence[Process]) -> None:
         """Lets NN workers import what the function that runs needs, before they are waited for."""
-        calls = [w.handle.prepare.remote(self._function) for w in joining if self._function is not None]
+        function = self._function
+        calls = [w.handle.prepare.remote(function) for w in joining if function is not None]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=self.options.timeout)
 

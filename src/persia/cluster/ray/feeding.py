@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ray
@@ -41,12 +42,17 @@ class LoaderFeed:
 
     Args:
         timeout: seconds that a data loader may take to start.
-        nn_workers: number of NN workers that take batches; those of the next run may be others.
+        nn_workers: number of NN workers that take batches; it may differ in the next run.
+
+    Attributes:
+        nn_workers: see above.
+        share: factor of the batches per update; see `persia.services.ProcessCluster`.
     """
 
     def __init__(self, timeout: float, nn_workers: int) -> None:
         self._timeout = timeout
         self.nn_workers = nn_workers
+        self.share = Fraction(1)
         self._source: LoaderData | None = None
         self._feed: Feed | None = None
         self._stream: SharedStream | None = None
@@ -105,12 +111,13 @@ class LoaderFeed:
         source, feed = self._source, self._feed
         if source is None or feed is None:
             return
+        accumulation_steps = max(1, int(source.accumulation_steps * self.share))
         ahead = AHEAD * self.nn_workers if feed.on_demand else AHEAD
         calls = [
             loader.handle.begin.remote(
                 source.pickled,
                 source.name,
-                source.accumulation_steps,
+                accumulation_steps,
                 feed._replace(loader=number, loaders=len(loaders), ahead=ahead),
             )
             for number, loader in enumerate(loaders)

@@ -172,10 +172,11 @@ class HostLayout:
             for rank in ranks:
                 self._hosts.pop((role, rank), None)
 
-    def renumber(self, role: str, ranks: Sequence[int]) -> None:
+    def renumber(self, role: str, ranks: Sequence[int], keep: Collection[int] = ()) -> None:
         """Gives processes other ranks; see `Placer.renumber`."""
         with self._lock:
             of_role = {rank: self._hosts.pop((role, rank)) for placed, rank in list(self._hosts) if placed == role}
+            self._hosts |= {(role, rank): of_role[rank] for rank in keep if rank in of_role}
             self._hosts |= {(role, now): of_role[rank] for now, rank in enumerate(ranks) if rank in of_role}
 
     def node_of(self, role: str, rank: int) -> str | None:

@@ -5,10 +5,12 @@ NN worker 0 ends the function of all NN workers at a boundary between two phases
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import ray
 
@@ -16,7 +18,7 @@ from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.processes import Process
 from persia.cluster.ray.roles import Roles
 from persia.cluster.ray.scaling import free_ranks
-from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError
+from persia.errors import ClosedError, ConfigError, DeadlineError
 from persia.retry import Deadline
 from persia.services import NNWorkersChange
 from persia.telemetry.logs import get_logger
@@ -28,18 +30,23 @@ LOG = get_logger("persia.cluster")
 POLL_SECONDS = 0.05
 
 
-class _Order(NamedTuple):
+@dataclass
+class _Order:
     """A change that is requested from NN worker 0.
 
     Attributes:
         change: the change.
         joining: processes that have started, and train from then on.
-        leaving: processes that end.
+        leaving: ranks of the NN workers that end.
+        missing: ranks that had died before the order, and whose death `drop` has not been told yet.
+        approved: whether NN worker 0 has accepted it, and ends the function for it.
     """
 
     change: NNWorkersChange
     joining: Sequence[Process]
-    leaving: Collection[Process]
+    leaving: Collection[int]
+    missing: Collection[int] = ()
+    approved: bool = False
 
 
 class NNWorkerScaling:
@@ -60,6 +67,9 @@ class NNWorkerScaling:
         self._changed = threading.Condition(roles.lock)
         self._order: _Order | None = None
         self._refusal = ""
+        self._numbers = itertools.count(1)
+        self._fits = 0
+        """Number of calls of `fit` that are in progress."""
 
     @property
     def requested(self) -> NNWorkersChange | None:
@@ -67,33 +77,72 @@ class NNWorkerScaling:
         order = self._order
         return order.change if order is not None else None
 
-    def refuse(self, reason: str) -> None:
-        """Refuses the change that is requested, for NN worker 0."""
+    @contextlib.contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Keeps changes that NN worker 0 has not accepted pending, also between the runs in the block."""
+        with self._roles.resting, self._changed:
+            self._fits += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._fits -= 1
+
+    def accept(self, number: int) -> bool:
+        """Accepts a change for NN worker 0, which ends the function; returns False if it is not requested any more."""
         with self._changed:
-            if self._order is not None:
+            order = self._order
+            if order is None or order.change.number != number:
+                return False
+            order.approved = True
+            return True
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Refuses a change for NN worker 0, if it is still requested."""
+        with self._changed:
+            if self._order is not None and self._order.change.number == number:
                 self._order, self._refusal = None, reason
                 self._changed.notify_all()
+
+    def begin_run(self, trains: bool) -> None:
+        """Makes the change that is requested, if it may be made here, before a function runs on the NN workers.
+
+        Args:
+            trains: whether it is a `Trainer`'s, which tells the PSs the number of NN workers when it begins a phase.
+        """
+        roles = self._roles
+        with self._changed:
+            self.adopt(tell_servers=not trains)
+            count = roles.counts["nn_worker"]
+            if roles.told != count and trains:
+                roles.told = None  # It may end before it tells them.
+            elif roles.told != count and roles.service is not None:
+                self.tell(count)
 
     def adopt(self, tell_servers: bool) -> None:
         """Makes the change that is requested, if there is one, while no function runs on the NN workers.
 
+        Between the runs of one call of `fit` it makes only one that NN worker 0 has accepted: another one might end
+        `fit`, as its mode or options do not permit it.
+
         Args:
-            tell_servers: whether PSs have to be told now: a `Trainer` tells them when it begins a phase.
+            tell_servers: whether PSs have to be told now.
         """
         roles = self._roles
         with self._changed:
             order = self._order
-            if order is None:
+            if order is None or (self._fits and not order.approved):
                 return
             if tell_servers and roles.service is not None:
-                self._tell_servers(order.change.nn_workers)
+                self.tell(order.change.nn_workers)
             assert roles.processes is not None
-            staying = [process for process in roles.nn_workers() if process not in order.leaving]
+            present, count = roles.nn_workers(), order.change.nn_workers
+            leaving = [process for process in present if process.rank in order.leaving]
             started = [process for process in roles.processes.of("nn_worker") if process in order.joining]
-            count = order.change.nn_workers
+            stays = [*(process for process in present if process not in leaving), *started]
             # A process may have died; then all have ended, and the next run starts as many.
-            trains = [*staying, *started][:count]
-            for process in [*order.leaving, *[*staying, *started][count:]]:
+            trains = stays[:count]
+            for process in [*leaving, *stays[count:]]:
                 process.expendable = True
             roles.processes.need(trains)
             roles.placer.renumber("nn_worker", [process.rank for process in trains])
@@ -136,16 +185,21 @@ class NNWorkerScaling:
                     if not count or leaves not in roles.nn_workers():
                         raise ConfigError("it is the only NN worker, or does not train.", field="cluster.nn_workers")
                 factor = Fraction(before, count) if keep_global_batch else Fraction(1)
-                if roles.processes is None or not (present := roles.nn_workers()):
+                if count == before and not keep_global_batch:
+                    factor = 1 / self.share  # Each trains as many batches per update as its options say.
+                if count == before and factor == 1:
+                    return
+                if roles.processes is None or not (roles.nn_workers() or self._fits):
                     roles.set_nn_workers(count)
                     self.share *= factor
                     return
-                if count == before:
-                    return
                 processes = roles.processes
-                joining = self._start(count - before)
-            leaving = present[count:] if leaves is None else [leaves]
-            order = _Order(NNWorkersChange(count, factor), joining, leaving)
+                present = {process.rank for process in roles.nn_workers()}
+                missing = [rank for rank in range(before) if leaves is None and present and rank not in present]
+                joining = self._start(count - before, range(before))
+                leaving = range(count, before) if leaves is None else [leaves.rank]
+            change = NNWorkersChange(count, factor, next(self._numbers))
+            order = _Order(change, joining, leaving, missing)
             try:
                 processes.await_ready(joining, roles.options.timeout)
                 prepare(joining)
@@ -178,41 +232,80 @@ class NNWorkerScaling:
         LOG.warning("%s has got SIGTERM, and leaves at the next boundary between two phases.", title)
         try:
             self._scale(None, False, lambda _: None, process)
+            if process in self._roles.nn_workers():
+                raise ConfigError("the others have died.", field="cluster.nn_workers")
             LOG.warning("%s has left; %d NN workers train on.", title, self._roles.counts["nn_worker"])
         except ClosedError:
             pass
-        except PersiaError as error:
-            LOG.warning("%s cannot leave, so it ends now: %s", title, error.message)
+        except Exception as error:  # Whatever it is, the process has got SIGTERM, and must not stay.
+            LOG.warning("%s cannot leave, so it ends now: %s", title, error)
             ray.kill(process.handle, no_restart=True)
 
     def release(self, nn_workers: int) -> None:
         """Lets pushes that wait for a dead NN worker fail: PSs get a new generation of the others."""
-        self._tell_servers(nn_workers)
+        self.tell(nn_workers)
 
     def drop(self, dead: Collection[int]) -> None:
-        """Continues without dead NN workers, once no function runs any more.
+        """Continues without dead NN workers, once no function runs any more; a change that is requested shrinks.
 
         Args:
             dead: their ranks in the run that has ended.
         """
         roles = self._roles
         with self._changed:
+            assert roles.processes is not None
+            before = roles.counts["nn_worker"]
             staying = roles.nn_workers()
-            count = max(1, roles.counts["nn_worker"] - len(dead))
-            roles.placer.renumber("nn_worker", [process.rank for process in staying])
+            ranks = [process.rank for process in staying]
+            others = [process.rank for process in roles.processes.of("nn_worker") if process.expendable]
+            roles.placer.renumber("nn_worker", ranks, [rank for rank in others if rank not in ranks])
             for rank, process in enumerate(staying):
                 process.rank = rank
-            roles.set_nn_workers(count)
+            roles.set_nn_workers(max(1, before - len(dead)))
+            if self._order is not None:
+                self._shrink(self._order, before, dead)
 
-    def _start(self, number: int) -> list[Process]:
+    def _shrink(self, order: _Order, before: int, dead: Collection[int]) -> None:
+        """Takes dead NN workers out of a change that is requested; withdraws it if nothing is left to do.
+
+        Args:
+            order: the change.
+            before: number of NN workers of the run in which they died.
+            dead: their ranks.
+        """
+        now, change = self._roles.counts["nn_worker"], order.change
+        lost = [rank for rank in dead if rank not in order.leaving and rank not in order.missing]
+        if lost:
+            count = max(1, change.nn_workers - len(lost))
+            batches = change.factor * change.nn_workers - len(lost)  # Of a step, if each trained one so far.
+            factor = batches / count if change.factor != 1 else Fraction(1)
+            order.change, order.approved = NNWorkersChange(count, factor, next(self._numbers)), False
+        others = [rank for rank in range(before) if rank not in dead]
+        leaving = sorted(others.index(rank) for rank in order.leaving if rank in others)
+        order.leaving = leaving[max(0, len(leaving) - max(0, now - order.change.nn_workers)) :]
+        order.missing = ()
+        if order.change.nn_workers == now and order.change.factor == 1:
+            self._order = None
+            self._changed.notify_all()
+
+    def _start(self, number: int, taken: Collection[int]) -> list[Process]:
+        """Starts processes that join, all or none, with other ranks than those `taken`."""
         if number <= 0:
             return []
         roles = self._roles
         assert roles.processes is not None
-        taken = {process.rank for process in roles.processes.of("nn_worker")}
+        taken = {*taken, *(process.rank for process in roles.processes.of("nn_worker"))}
         ranks = free_ranks("nn_worker", taken, number)
-        roles.placer.reserve("nn_worker", ranks)
-        return [roles.start_nn_worker(rank, expendable=True) for rank in ranks]
+        started: list[Process] = []
+        try:
+            roles.placer.reserve("nn_worker", ranks)
+            for rank in ranks:
+                started.append(roles.start_nn_worker(rank, expendable=True))
+        except BaseException:
+            roles.placer.release("nn_worker", ranks)
+            self._end(started)
+            raise
+        return started
 
     def _await(self, order: _Order) -> None:
         """Orders a change, and waits until it is made."""
@@ -251,7 +344,7 @@ class NNWorkerScaling:
 
     def _adopt_between_runs(self) -> None:
         roles = self._roles
-        if roles.running.locked() or not roles.moving.acquire(blocking=False):
+        if roles.running.locked() or self._fits or not roles.moving.acquire(blocking=False):
             return  # Rows that move between two runs do so in a generation of their own.
         try:
             with roles.resting:
@@ -259,6 +352,11 @@ class NNWorkerScaling:
                     self.adopt(tell_servers=True)
         finally:
             roles.moving.release()
+
+    def tell(self, nn_workers: int) -> None:
+        """Tells the PSs the number of NN workers, while no function runs, or to end the phase of one. Blocks."""
+        self._tell_servers(nn_workers)
+        self._roles.told = nn_workers
 
     def _tell_servers(self, nn_workers: int) -> None:
         """Tells the PSs the number of NN workers, in a generation without any."""
@@ -275,11 +373,12 @@ class NNWorkerScaling:
             connection.close()
 
     def _end(self, leaving: Collection[Process]) -> None:
-        """Ends processes that do not train."""
+        """Ends processes that do not train, and releases what they had reserved, also if they have died."""
         roles = self._roles
         with roles.lock:
             assert roles.processes is not None
-            ended = [process for process in leaving if process.expendable and process in roles.processes.all()]
+            ended = [process for process in leaving if process.expendable]
             taken = {process.rank for process in roles.nn_workers()}
             roles.placer.release("nn_worker", [process.rank for process in ended if process.rank not in taken])
-            roles.processes.end(ended)
+            living = roles.processes.all()
+            roles.processes.end([process for process in ended if process in living])

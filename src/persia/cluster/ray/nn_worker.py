@@ -404,10 +404,17 @@ class _Changes:
         """The change that the driver has requested."""
         return self._host.change
 
-    def refuse(self, reason: str) -> None:
-        """Refuses the change; the driver raises the reason."""
+    def accept(self, change: NNWorkersChange) -> bool:
+        """Accepts a change, unless the driver has withdrawn it."""
+        accepted: bool = self._host.ask("accept_change", change.number)
+        if not accepted:
+            self._host.change = None  # The driver repeats one that it still requests.
+        return accepted
+
+    def refuse(self, change: NNWorkersChange, reason: str) -> None:
+        """Refuses a change; the driver raises the reason."""
         self._host.change = None
-        self._host.ask("refuse_change", reason)
+        self._host.ask("refuse_change", change.number, reason)
 
 
 def interface_of(address: str) -> str | None:

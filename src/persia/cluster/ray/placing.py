@@ -139,15 +139,16 @@ class Placer:
         if self._layout is not None:
             self._layout.release(role, ranks)
 
-    def renumber(self, role: str, ranks: Sequence[int]) -> None:
+    def renumber(self, role: str, ranks: Sequence[int], keep: Collection[int] = ()) -> None:
         """Gives processes other ranks, 0, 1, ..., and releases the others of their role.
 
         Args:
             role: role of the processes.
             ranks: ranks so far, by rank from now on.
+            keep: ranks of processes that keep theirs, which are not in `ranks`.
         """
         if self._layout is not None:
-            self._layout.renumber(role, ranks)
+            self._layout.renumber(role, ranks, keep)
 
     def server_nodes(self, count: int) -> list[str]:
         """Returns the ids of the nodes of the PSs, by rank."""

@@ -62,6 +62,7 @@ class Roles:
         processes: all processes of the cluster.
         feed: source and feed of the data loaders.
         closed: whether `close` has been called.
+        told: number of NN workers that the PSs know for functions without a `Trainer`; None if it is not certain.
         ps_deaths: deaths of embedding PSs in the current run. In asynchronous modes a restarted PS is out of phase.
         attachment: what a driver leaves to the next one if it dies; None without `RayOptions.run`.
     """
@@ -82,6 +83,7 @@ class Roles:
         self.processes: Processes | None = None
         self.feed = LoaderFeed(options.timeout, counts["nn_worker"])
         self.closed = False
+        self.told: int | None = None
         self.ps_deaths: list[RoleDiedError] = []
         self.attachment = RunAttachment(options, counts["embedding_ps"]) if options.run is not None else None
         self._owns_ray = False
@@ -224,6 +226,7 @@ class Roles:
                 self.service = service
                 self.placer.reserve("embedding_ps", range(self.counts["embedding_ps"]))
                 started = self.start_servers(range(self.counts["embedding_ps"]), service)
+                self.told = self.counts["nn_worker"]
                 for role in ("embedding_worker", "data_loader"):
                     started += self.start_role(role, range(self.counts[role]))
                 processes.await_ready(started, self.options.timeout)
@@ -414,7 +417,8 @@ class Roles:
             if self.closed:
                 return
             assert self.processes is not None
-            self.processes.end([*self.processes.of("nn_worker"), *self.processes.of("dense_ps")])
+            # Those that join are starting, and wait for no one.
+            self.processes.end([*self.nn_workers(), *self.processes.of("dense_ps")])
             for role in RESTARTED:
                 self.processes.forget_failures(role)
 

@@ -203,6 +203,11 @@ def results(
                     worker.requesting = worker.handle.next_request.remote(POLL_SECONDS)
                     if request is not None:
                         worker.handle.answer.remote(request.number, _done(request, operations))
+            except ray.exceptions.RayTaskError as error:
+                # An NN worker that was still joining when `Departure` began a generation at the PSs.
+                if reference not in calls or replacement is None or replacement.deadline is None:
+                    raise
+                outcomes[calls[reference].rank] = Outcome(None, error)
             except ray.exceptions.RayActorError as error:
                 ended = calls.get(reference) or requesting[reference]
                 if not processes.await_failure(NOTICE_SECONDS):

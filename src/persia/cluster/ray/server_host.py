@@ -41,6 +41,8 @@ class EmbeddingServerHost(Host):
             address = ""  # The first process after a loss of rows: it has no rows, and no caller has its address.
         if address or seat.attaches:
             self._check_rows(address, regions)
+            if regions is not None and not address:  # The stored number is the one of the driver that has died.
+                Regions(regions).remember_nn_workers(plan.nn_workers)
         elif has_left or (losses and regions is not None and not Regions(regions).complete):
             # The previous process does not return; its rows are no longer needed.
             self._remove_files()

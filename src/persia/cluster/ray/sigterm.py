@@ -15,9 +15,9 @@ STATUS = 128 + signal.SIGTERM
 def on_sigterm(notice: Callable[[], bool]) -> None:
     """Calls a function at the first SIGTERM of this process, in a thread. Returns immediately.
 
-    The process ends if the function returns False, and at the second SIGTERM. A handler of Python alone would not do:
-    it runs when the main thread executes Python, and the main thread of an actor waits for calls in Ray. Outside of
-    the main thread nothing changes.
+    The process ends if the function returns False or fails, and at the second SIGTERM. A handler of Python alone would
+    not do: it runs when the main thread executes Python, and the main thread of an actor waits for calls in Ray.
+    Outside of the main thread nothing changes.
 
     Args:
         notice: the function; whether the process is going to end by itself.
@@ -33,8 +33,12 @@ def on_sigterm(notice: Callable[[], bool]) -> None:
         noticed = False
         while numbers := os.read(reading, 64):
             for _ in range(numbers.count(signal.SIGTERM)):
-                if noticed or not notice():
-                    os._exit(STATUS)
+                leaves = False
+                try:
+                    leaves = not noticed and notice()
+                finally:  # Also if it has failed: a process that ignores SIGTERM would stay until SIGKILL.
+                    if not leaves:
+                        os._exit(STATUS)
                 noticed = True
 
     threading.Thread(target=wait, name="persia-sigterm", daemon=True).start()
