@@ -279,6 +279,20 @@ def test_an_order_shrinks_by_those_that_die_where_a_death_is_a_leave(count, keep
     assert len(ranks(roles)) == roles.counts["nn_worker"]
 
 
+def test_an_order_shrinks_also_while_newcomers_start():
+    roles = Roles(4)
+    scaling = NNWorkerScaling(roles)
+
+    def die(joining):
+        assert (scaling.requested, scaling._order.joining) == (None, joining)
+        scaling.adopt(tell_servers=False)
+        del roles.processes.living[1]
+        scaling.drop([1])
+
+    scaling.scale(5, False, die)
+    assert (ranks(roles), roles.counts["nn_worker"]) == ([0, 1, 2, 3], 4)
+
+
 def test_one_that_was_dead_before_the_order_does_not_shrink_it():
     roles = Roles(4)
     scaling = NNWorkerScaling(roles)
@@ -333,6 +347,18 @@ def test_the_share_ends_where_the_number_stays_and_the_global_batch_is_not_to():
     assert scaling.share == 2
     scaling.scale(2, False, lambda _: None)
     assert (scaling.share, ranks(roles)) == (1, [0, 1])
+    scaling.scale(1, True, lambda _: None)
+    scaling.scale(2, False, lambda _: None)
+
+    def die():
+        assert scaling.requested[:2] == (2, Fraction(1, 2))
+        del roles.processes.living[1]
+        scaling.drop([1])
+        assert scaling.requested[:2] == (1, Fraction(1, 2))
+        scaling.adopt(tell_servers=False)
+
+    assert scaled_while_it_runs(roles, scaling, 2, die) is None
+    assert (scaling.share, ranks(roles)) == (1, [0])
 
 
 def test_one_that_cannot_leave_is_ended_whatever_the_reason(monkeypatch):

@@ -39,6 +39,7 @@ class _Order:
         joining: processes that have started, and train from then on.
         leaving: ranks of the NN workers that end.
         missing: ranks that had died before the order, and whose death `drop` has not been told yet.
+        ready: whether the joining processes have started, so that NN worker 0 may be asked.
         approved: whether NN worker 0 has accepted it, and ends the function for it.
     """
 
@@ -46,6 +47,7 @@ class _Order:
     joining: Sequence[Process]
     leaving: Collection[int]
     missing: Collection[int] = ()
+    ready: bool = False
     approved: bool = False
 
 
@@ -75,7 +77,7 @@ class NNWorkerScaling:
     def requested(self) -> NNWorkersChange | None:
         """The change that NN worker 0 is to make; None if there is none."""
         order = self._order
-        return order.change if order is not None else None
+        return order.change if order is not None and order.ready else None
 
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
@@ -131,7 +133,7 @@ class NNWorkerScaling:
         roles = self._roles
         with self._changed:
             order = self._order
-            if order is None or (self._fits and not order.approved):
+            if order is None or not order.ready or (self._fits and not order.approved):
                 return
             if tell_servers and roles.service is not None:
                 self.tell(order.change.nn_workers)
@@ -198,17 +200,19 @@ class NNWorkerScaling:
                 missing = [rank for rank in range(before) if leaves is None and present and rank not in present]
                 joining = self._start(count - before, range(before))
                 leaving = range(count, before) if leaves is None else [leaves.rank]
-            change = NNWorkersChange(count, factor, next(self._numbers))
-            order = _Order(change, joining, leaving, missing)
+                change = NNWorkersChange(count, factor, next(self._numbers))
+                # From now on, as NN workers may die while others start.
+                order = self._order = _Order(change, joining, leaving, missing)
+                self._refusal = ""
             try:
                 processes.await_ready(joining, roles.options.timeout)
                 prepare(joining)
                 self._await(order)
             except BaseException:
                 self._withdraw(order)
-                self._end(joining)
+                self._end([*joining, *self._others(joining)])
                 raise
-            self._end([process for process in processes.of("nn_worker") if process.expendable])
+            self._end(self._others([]))
             LOG.info("%d NN workers train instead of %d", count, before)
 
     def let_leave(self, pid: int, node: str) -> None:
@@ -277,8 +281,9 @@ class NNWorkerScaling:
         lost = [rank for rank in dead if rank not in order.leaving and rank not in order.missing]
         if lost:
             count = max(1, change.nn_workers - len(lost))
-            batches = change.factor * change.nn_workers - len(lost)  # Of a step, if each trained one so far.
-            factor = batches / count if change.factor != 1 else Fraction(1)
+            factor = change.factor
+            if factor * change.nn_workers == before:  # The global batch was to stay; now it shrinks by the dead, too.
+                factor = Fraction(before - len(lost), count)
             order.change, order.approved = NNWorkersChange(count, factor, next(self._numbers)), False
         others = [rank for rank in range(before) if rank not in dead]
         leaving = sorted(others.index(rank) for rank in order.leaving if rank in others)
@@ -312,7 +317,8 @@ class NNWorkerScaling:
         roles = self._roles
         assert roles.processes is not None
         deadline = Deadline(roles.options.timeout)
-        self._request(order)
+        with self._changed:
+            order.ready = True
         while True:
             self._adopt_between_runs()
             with self._changed:
@@ -332,10 +338,6 @@ class NNWorkerScaling:
                 self._changed.wait(POLL_SECONDS)
         if self._refusal:
             raise ConfigError(self._refusal, field="cluster.nn_workers")
-
-    def _request(self, order: _Order) -> None:
-        with self._changed:
-            self._order, self._refusal = order, ""
 
     def _withdraw(self, order: _Order) -> None:
         with self._changed:
@@ -371,6 +373,11 @@ class NNWorkerScaling:
             rounds.make(None, 0, nn_workers)
         finally:
             connection.close()
+
+    def _others(self, known: Collection[Process]) -> list[Process]:
+        """Returns the NN workers that do not train, apart from known ones."""
+        assert self._roles.processes is not None
+        return [p for p in self._roles.processes.of("nn_worker") if p.expendable and p not in known]
 
     def _end(self, leaving: Collection[Process]) -> None:
         """Ends processes that do not train, and releases what they had reserved, also if they have died."""
