@@ -286,6 +286,7 @@ def test_an_order_shrinks_also_while_newcomers_start():
     def die(joining):
         assert (scaling.requested, scaling._order.joining) == (None, joining)
         scaling.adopt(tell_servers=False)
+        assert roles.counts["nn_worker"] == 4
         del roles.processes.living[1]
         scaling.drop([1])
 
