@@ -99,12 +99,12 @@ def test_an_nn_worker_with_a_gpu_does_not_train_on_the_cpu(gpus, device):
 def test_the_trainer_of_a_cluster_refuses_idle_gpus_first():
     class Processes:
         gpus = 0.5
-        recovery_points = None
+        recovery_points, share = None, 1
 
         def connect(self, schema, optimizer, mode, seed):
             raise AssertionError("started")
 
-        run = attempt = restart_servers = feed = scale = statistics = close = connect
+        run = attempt = fitting = restart_servers = feed = scale = statistics = close = connect
 
     def trainer(device):
         return persia.Trainer(
