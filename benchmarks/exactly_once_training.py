@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -193,14 +192,9 @@ class WatchedRay(Ray):
         log = self._roles.stream_log
         return dict(log.stream_offsets(None).get(self._topic, {})) if log is not None else {}
 
-    def attempt(
-        self,
-        function: Callable[[], Any],
-        halting: Callable[[], bool],
-        keep: Callable[[Any], object] | None = None,
-    ) -> Attempt:
+    def attempt(self, *arguments: Any) -> Attempt:
         """Trains, and notes whether all restart from a recovery point: without results of NN workers that survived."""
-        done = super().attempt(function, halting, keep)
+        done = super().attempt(*arguments)
         self._repeats = bool(done.deaths) and not any(done.results.values())
         return done
 

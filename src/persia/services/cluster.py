@@ -185,7 +185,7 @@ class ProcessCluster(Cluster, Protocol):
     def fitting(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for the attempts of one call of `fit`.
 
-        In it, NN workers join or leave only where NN worker 0 accepts it: between two attempts nobody could tell
+        In it, NN workers join or leave only where NN worker 0 accepts it. Between two attempts it cannot check
         whether the mode permits another number.
         """
 

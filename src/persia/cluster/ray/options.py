@@ -52,7 +52,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             For NN workers see `TrainerOptions.max_failures`.
         nn_worker_deaths: what follows if an NN worker dies. "restart": it is replaced; with all-reduce all NN workers
             restart from the last recovery point. "leave": the others continue without it from the last step. With
-            all-reduce, row updates of the last steps may then be lost, of as many as the mode lets be in flight.
+            all-reduce, row updates of the last steps may then be lost or applied twice, of as many as the mode lets be
+            in flight.
         regions: directory on each host for the rows of embedding PSs and the state of the coordinator, so that they
             outlive their processes: in shared memory or on a disk with enough space; see `persia cluster regions`.
             Empty: in process memory. Then the death of the coordinator ends the run, and a PS that dies is reloaded

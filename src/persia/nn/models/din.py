@@ -86,12 +86,12 @@ class DIN(nn.Module):
     @property
     def user_features(self) -> tuple[str, ...]:
         """The features of the history."""
-        return tuple(name for name, _ in self.input.pairs)
+        return self.input.user_features
 
     @property
     def item_features(self) -> tuple[str, ...]:
         """The features of the candidate."""
-        return tuple(name for _, name in self.input.pairs)
+        return self.input.item_features
 
     def user_part(self, dense: Tensor, embeddings: Embeddings) -> _User:
         """Returns what depends on the user only; see `persia.nn.RankingModel`.

@@ -137,6 +137,16 @@ class HistoryInput:
             values = self.in_time_order(values, mask) * mask.unsqueeze(2)
         return values, mask
 
+    @property
+    def user_features(self) -> tuple[str, ...]:
+        """The features of the history; see `persia.nn.RankingModel`."""
+        return tuple(name for name, _ in self.pairs)
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """The features of the candidate; see `persia.nn.RankingModel`."""
+        return tuple(name for _, name in self.pairs)
+
     def in_time_order(self, values: Tensor, mask: Tensor) -> Tensor:
         """Returns what the data list of each event, `[batch, length, ...]`, oldest first; padding has any of it.
 

@@ -26,7 +26,7 @@ GROUPS = 4
 """Groups of samples of like length, on a CPU."""
 
 RECENCY = 0.5
-"""First bias of an event for itself; that of an event d positions later is 1 / (1 + d) of it."""
+"""First bias of an event for itself. An event at the distance d begins with this bias divided by 1 + d."""
 
 CONTENT = 0.02
 """Standard deviation of the first weights of queries and keys, as the authors' code has it."""
@@ -160,12 +160,12 @@ class HSTU(nn.Module):
     @property
     def user_features(self) -> tuple[str, ...]:
         """The features of the history."""
-        return tuple(name for name, _ in self.input.pairs) + (() if self._ages_name is None else (self._ages_name,))
+        return self.input.user_features + (() if self._ages_name is None else (self._ages_name,))
 
     @property
     def item_features(self) -> tuple[str, ...]:
         """The features of the candidate."""
-        return tuple(name for _, name in self.input.pairs)
+        return self.input.item_features
 
     def user_part(self, dense: Tensor, embeddings: Embeddings) -> _User:
         """Returns what depends on the user only; see `persia.nn.RankingModel`."""
@@ -232,7 +232,7 @@ class _Past(NamedTuple):
         mask: bool `[batch, length]`.
         buckets: of the events' ages, int64 `[batch, length]`; None without them.
         states: normalised outputs, `[batch, length, width]`.
-        newest: that of the newest event, `[batch, width]`; 0 without events.
+        newest: normalised output of the newest event, `[batch, width]`; zeros without events.
     """
 
     attended: list[tuple[Tensor, Tensor]]
