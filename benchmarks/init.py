@@ -65,6 +65,8 @@ def files(folder: Path, preset: str) -> Iterator[tuple[str, Path]]:
     """Yields name and path of each good file; the real ones are cut to the size of the preset."""
     rows = ROWS[preset]
     adult, globo = find("adult"), find("globo_ctr")
+    if preset == "smoke":  # A file is three processes, which import torch: one of each kind of outcome.
+        globo = None
     if adult is not None:
         with (adult / "adult.data").open(encoding="utf-8") as source:
             (folder / "adult.data").write_text("".join(itertools.islice(source, rows)), encoding="utf-8")
@@ -92,7 +94,8 @@ def init(preset: str) -> Iterator[runner.Measure]:
         folder = Path(directory)
         aucs = {name: trained(path, folder / f"{name}_model", preset) for name, path in files(folder, preset)}
         refusals = {}
-        for number, (name, (text, reason)) in enumerate(HOSTILE.items()):
+        hostile = list(HOSTILE.items())[: 1 if preset == "smoke" else None]
+        for number, (name, (text, reason)) in enumerate(hostile):
             path = folder / f"hostile{number}.csv"
             path.write_text(text, encoding="utf-8")
             refusals[name] = persia("init", str(path), "--yes", "--out", str(folder / f"out{number}"), ok=False).strip()

@@ -92,22 +92,29 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(120.0, exit=True, file=sys.__stderr__)
 
 
+def _files_on_ray(processes: int) -> dict[str, int]:
+    """Returns the files with tests on Ray, and which Ray has the tests of each."""
+    root = Path(__file__).parents[1]
+    files = [file for file in (root / "tests").rglob("test_*.py") if "ray_here" in file.read_text(encoding="utf-8")]
+    names = sorted(file.relative_to(root).as_posix() for file in files)
+    return {name: number % (2 if processes > 2 else 1) for number, name in enumerate(names)}
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives each process of `pytest -n` whole files, which share fixtures, and to one all files with tests on Ray.
+    """Gives each process of `pytest -n` whole files, which share fixtures, and to one or two all with tests on Ray.
 
+    Two of three or more, each with a Ray of its own: the tests of one would last longer than all others.
     Not `--dist loadgroup`: xdist 3.8 tells groups by names of tests, which pytest 9 does not let it change.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    root = Path(__file__).parents[1]
-    files = [file for file in (root / "tests").rglob("test_*.py") if "ray_here" in file.read_text(encoding="utf-8")]
-    on_ray = {file.relative_to(root).as_posix() for file in files}
+    on_ray = _files_on_ray(len(config.getoption("tx")))
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "Ray" if file in on_ray else file
+            return f"Ray {on_ray[file]}" if file in on_ray else file
 
     return ByFile(config, log)
 
@@ -116,8 +123,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the tests on Ray together: its threads stay in the process until the end, and slow all others down.
 
-    In one process they come last. Of several (`pytest -n`) one begins with them; the others share the remaining files,
-    those that start processes first, as these take longest.
+    In one process they come last. Of several (`pytest -n`) one begins with them, or two with a half each; the others
+    share the remaining files, those that start processes first, as these take longest.
     """
 
     def on_ray(item: pytest.Item) -> bool:
@@ -127,9 +134,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if on_ray(item):
             item.add_marker(pytest.mark.processes)
     if hasattr(config, "workerinput"):
-        first = {item.path for item in items if on_ray(item)}
+        first = _files_on_ray(config.workerinput["workercount"])
         early = {item.path for item in items if item.get_closest_marker("processes")}
-        items.sort(key=lambda item: (item.path not in first, item.path not in early))
+        last = len(first)
+        items.sort(key=lambda item: (first.get(item.nodeid.partition("::")[0], last), item.path not in early))
     else:
         items.sort(key=on_ray)
     if config.getoption("--quick"):
