@@ -7,8 +7,9 @@ import numpy as np
 from persia.batching import ThreadPool, hash_cross
 from persia.batching.id_column import IdColumn
 from persia.batching.ids import offsets_of_present
+from persia.batching.item_codes import prefix_ids
 from persia.errors import DataError
-from persia.schema import HashTo, IdFeature, IdMapping, Quotient, Schema
+from persia.schema import CodePrefix, HashTo, IdFeature, IdMapping, Quotient, Schema
 from persia.types import Ids, Int64Array
 
 __all__ = ["add_computed", "mapped_ids"]
@@ -34,7 +35,13 @@ def add_computed(schema: Schema, ids: dict[str, IdColumn]) -> None:
 
 
 def mapped_ids(mapping: IdMapping, ids: Ids) -> Ids:
-    """Applies a mapping to ids."""
+    """Applies a mapping to ids.
+
+    Raises:
+        DataError: the file of a `CodePrefix` cannot be read.
+    """
+    if isinstance(mapping, CodePrefix):
+        return prefix_ids(mapping.codes, mapping.length, ids)
     if isinstance(mapping, HashTo):
         return hash_cross([np.ascontiguousarray(ids)], ThreadPool(1), seed=mapping.seed) % np.uint64(mapping.buckets)
     by = np.uint64(mapping.by)

@@ -22,6 +22,7 @@ from persia.cli.keys import keys_app
 from persia.cli.plan import plan
 from persia.cli.regions import cluster_app
 from persia.cli.report import report
+from persia.cli.semantic_ids import semantic_ids
 from persia.cli.serve import serve
 from persia.cli.serve_rows import serve_rows
 from persia.cli.top import top
@@ -64,6 +65,7 @@ app.command("import")(import_)
 app.command()(evaluate)
 app.command()(predict)
 app.command()(importance)
+app.command("semantic-ids")(semantic_ids)
 app.add_typer(control_app, name="control")
 app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")

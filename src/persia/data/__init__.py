@@ -27,6 +27,7 @@ from persia.data.negatives import negatives
 from persia.data.reader import Order, Reader, RowSource, StreamReader
 from persia.data.row_options import ColumnOptions, ReaderOptions, RowOptions
 from persia.data.selection import Split
+from persia.data.semantic_ids import SemanticIds, read_semantic_ids, semantic_ids, write_semantic_ids
 from persia.data.streams.directories import growing
 from persia.data.streams.events import EventBatches, KeyedEvents
 from persia.data.streams.joining import JoinedStream, join
@@ -47,6 +48,7 @@ __all__ = [
     "ReaderOptions",
     "RowOptions",
     "RowSource",
+    "SemanticIds",
     "SourceFingerprint",
     "SourcePart",
     "Span",
@@ -74,6 +76,9 @@ __all__ = [
     "movielens",
     "negatives",
     "parquet",
+    "read_semantic_ids",
+    "semantic_ids",
     "synthetic",
     "taobao",
+    "write_semantic_ids",
 ]

@@ -29,7 +29,7 @@ from persia.schema.losses import (
     Squared,
     Tweedie,
 )
-from persia.schema.mappings import HashTo, IdMapping, Quotient, Remainder
+from persia.schema.mappings import CodePrefix, HashTo, IdMapping, Quotient, Remainder
 from persia.schema.optimizers import (
     INITIAL_ACCUMULATOR,
     SGD,
@@ -69,6 +69,7 @@ __all__ = [
     "AdmitProbability",
     "BinaryCrossEntropy",
     "Buckets",
+    "CodePrefix",
     "CrossEntropy",
     "Days",
     "DenseFeature",

@@ -51,7 +51,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             counts. Both columns have timestamps or dates, with ages in whole seconds (UTC without a time zone), or
             integers from 0 on in one unit. An event after the sample has age 0.
         of: another feature, whose ids are mapped by `mapping`. The column is computed, not read.
-        mapping: `HashTo`, `Quotient` or `Remainder`; for tables with fewer rows than ids.
+        mapping: `HashTo`, `Quotient`, `Remainder` or `CodePrefix`; for tables with fewer rows than ids.
         dtype: dtype of its embeddings, see `Table.dtype`; None for the dtype of its table, which is declared, set by
             another feature of the table, or "float32".
         bucketize: the ids are numbers of buckets of another column. Of `bucketize`, `time`, `tokens`, `age_since`,
@@ -126,7 +126,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"{owner}.age_since computes ids from times; leave cross and kind out.", field=f"{owner}.age_since"
             )
-        check_kind(f"{owner}.mapping", self.mapping, (IdMapping, NoneType), "HashTo, Quotient or Remainder")
+        check_kind(f"{owner}.mapping", self.mapping, (IdMapping, NoneType), "HashTo, Quotient, Remainder or CodePrefix")
         if (self.of is None) != (self.mapping is None):
             raise ConfigError(
                 f"{owner} has {'no of' if self.of is None else 'no mapping'}; set both: the other feature, and the "
