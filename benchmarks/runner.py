@@ -45,7 +45,8 @@ MODULES = (
     "paper_arrival", "paper_fresh", "paper_gba",
     "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "several_hosts", "roles", "cluster",
     "driver", "recovery", "ssd", "ssd_rates", "plan", "plan_seconds", "capacity", "capacity_measured",
-    "capacity_simulated", "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "seq", "interop", "ui", "init",
+    "capacity_simulated", "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "seq", "seq_cold", "interop", "ui",
+    "init",
     "publish", "publish_ray", "kafka", "serve_rows", "serve_predict", "serve_updates", "serve_http", "online",
     "exactly_once", "targets", "scheduler", "protocol_model", "scaling", "gba_theory", "apms_theory", "gba_comparisons",
 )  # fmt: skip

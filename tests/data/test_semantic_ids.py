@@ -119,9 +119,14 @@ def test_new_items_come_while_a_process_runs(tmp_path: Path, monkeypatch: pytest
     written(tmp_path / "codes.parquet", [1, 2], [[3], [1]])
     assert prefix_ids(file, 1, asked).tolist() == [4, 0]  # Looked at less than 10 s ago.
     monkeypatch.setattr(item_codes, "REREAD_SECONDS", 0.0)
-    reads = []
+    reads: list[str] = []
     read = item_codes.read_codes
-    monkeypatch.setattr(item_codes, "read_codes", lambda path: (reads.append(path), read(path))[1])
+
+    def counted(path: str) -> Any:
+        reads.append(path)
+        return read(path)
+
+    monkeypatch.setattr(item_codes, "read_codes", counted)
     assert prefix_ids(file, 1, asked[:1]).tolist() == [4]
     assert not reads  # All are known.
     assert prefix_ids(file, 1, asked).tolist() == [4, 2]
