@@ -625,6 +625,27 @@ def test_an_event_time_that_is_none_is_an_error(kafka):
         list(kafka.reader(8, **LATENESS))
 
 
+def test_shared_negatives_are_of_messages_before_and_the_same_again(kafka):
+    kafka.write(clicks(range(70)), 0)
+    kafka.write(clicks(range(100, 130)), 1)
+    stream = persia.data.shared_negatives(kafka.reader(8), ["item"], 8, by="popularity", window=16, seed=1)
+    stream.begin(0, {}, lambda: False)
+    found = [(items(b), b.id_features["negative_item"].values.tolist(), b.dense.tolist()) for b in stream.batches()]
+    assert sorted(item for own, _, _ in found for item in own) == [*range(70), *range(100, 130)]
+    for own, drawn, _ in found:
+        first = own[0] - own[0] % 100  # Of the partition.
+        window = (own[0] - first) // 16
+        before = range(first + 16 * (window - 1), first + 16 * window) if window else own
+        assert len(drawn) == len(own)
+        assert {item for item in before if item % 2} >= set(drawn)  # Those that were clicked.
+    again = [(items(b), b.id_features["negative_item"].values.tolist(), b.dense.tolist()) for b in stream.batches(0, 5)]
+    assert again == found[5:]
+    other = pickle.loads(pickle.dumps(stream))
+    other.begin(9, stream.offsets(4), lambda: False)
+    continued = [b.id_features["negative_item"].values.tolist() for b in other.batches(0, 9)]
+    assert sorted(continued) == sorted(drawn for _, drawn, _ in found[4:])
+
+
 def test_negatives_pass_offsets_on_and_are_the_same_again(kafka):
     kafka.write(clicks(range(40)))
     stream = persia.data.negatives(kafka.reader(8), ["item"], 2)

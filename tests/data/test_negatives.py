@@ -17,8 +17,7 @@ from persia.data.reader import share_of
 from persia.errors import ConfigError, DataError
 from persia.schema import IdFeature, Label, Quotient, Remainder, Schema
 
-negatives_module = sys.modules[data.NegativeSampling.__module__]
-"""`data.negatives` is the function."""
+catalogs_module = sys.modules[data.ItemCatalog.__module__]
 
 SCHEMA = Schema(
     [IdFeature("user", dim=2), IdFeature("item", dim=2), IdFeature("shop", dim=2), IdFeature("past", dim=2)],
@@ -251,7 +250,7 @@ def test_large_counts_and_powers_are_drawn():
 
 @pytest.mark.parametrize("merged", [1, 7, 50, 10**6])
 def test_the_catalog_is_the_same_however_often_it_is_merged(merged, monkeypatch):
-    monkeypatch.setattr(negatives_module, "MERGED_ROWS", merged)
+    monkeypatch.setattr(catalogs_module, "MERGED_ROWS", merged)
     found = data.item_catalog(Clicks(), ITEM)
     np.testing.assert_array_equal(found.counts, CATALOG.counts)
     for name in ITEM:
@@ -267,7 +266,7 @@ def test_the_catalog_is_sorted_seldom(monkeypatch):
         return unique(rows, **options)
 
     unique = np.unique
-    monkeypatch.setattr(negatives_module, "MERGED_ROWS", 1)
+    monkeypatch.setattr(catalogs_module, "MERGED_ROWS", 1)
     monkeypatch.setattr(np, "unique", counting)
     catalog = data.item_catalog(Clicks(count=25, items=10**6), ITEM)
     assert catalog.counts.tolist() == [1] * 150

@@ -21,13 +21,15 @@ from persia.data.from_csv import csv
 from persia.data.from_jsonl import jsonl
 from persia.data.from_parquet import parquet
 from persia.data.generator import Synthetic, synthetic
+from persia.data.item_catalogs import ItemCatalog, item_catalog
 from persia.data.loader import Loader
-from persia.data.negative_sampling import ItemCatalog, NegativeSampling, item_catalog
-from persia.data.negatives import negatives
+from persia.data.negative_sampling import NegativeSampling
+from persia.data.negatives import negatives, shared_negatives
 from persia.data.reader import Order, Reader, RowSource, StreamReader
 from persia.data.row_options import ColumnOptions, ReaderOptions, RowOptions
 from persia.data.selection import Split
 from persia.data.semantic_ids import SemanticIds, read_semantic_ids, semantic_ids, write_semantic_ids
+from persia.data.shared_sampling import SharedNegatives
 from persia.data.streams.directories import growing
 from persia.data.streams.events import EventBatches, KeyedEvents
 from persia.data.streams.joining import JoinedStream, join
@@ -49,6 +51,7 @@ __all__ = [
     "RowOptions",
     "RowSource",
     "SemanticIds",
+    "SharedNegatives",
     "SourceFingerprint",
     "SourcePart",
     "Span",
@@ -78,6 +81,7 @@ __all__ = [
     "parquet",
     "read_semantic_ids",
     "semantic_ids",
+    "shared_negatives",
     "synthetic",
     "taobao",
     "write_semantic_ids",

@@ -1,16 +1,22 @@
-"""`negatives`: adds samples of items that users did not choose, for data that have only what they chose."""
+"""`negatives` and `shared_negatives`: add items that users did not choose, for data that have only what they chose."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal
 
-from persia.data.negative_sampling import ItemCatalog, NegativeSampling, check_features
+from persia.data.item_catalogs import ItemCatalog, check_features, counted_of
+from persia.data.negative_sampling import NegativeSampling
 from persia.data.reader import Reader
+from persia.data.shared_sampling import WINDOW, SharedNegatives
 from persia.data.streams.negatives import NegativeStream
-from persia.services import SharedStream
+from persia.errors import ConfigError
+from persia.services import SharedStream, Stream
 
-__all__ = ["negatives"]
+__all__ = ["negatives", "shared_negatives"]
+
+WINDOW_OF_STREAM = 16_384
+"""Default `window` of a stream, in messages of a partition."""
 
 
 def negatives(
@@ -50,7 +56,85 @@ def negatives(
             "in_batch", lacks a feature, or has only counts of 0 for "popularity".
     """
     check_features(reader.schema, features)
-    sampling = NegativeSampling(reader, tuple(features), count, by, catalog, power, seed)
+    sampling = NegativeSampling(reader, tuple(features), count, by, catalog, power, seed=seed)
     if not isinstance(reader, SharedStream):
         return sampling
     return NegativeStream(reader, sampling)
+
+
+def shared_negatives(
+    reader: Reader,
+    features: Sequence[str],
+    count: int | None = None,
+    *,
+    by: Literal["in_batch", "uniform", "popularity"] = "uniform",
+    catalog: ItemCatalog | None = None,
+    history: Sequence[str] | None = None,
+    power: float = 0.75,
+    per_sample: int = 1,
+    window: int | None = None,
+    seed: int = 0,
+) -> SharedNegatives | NegativeStream:
+    """Adds drawn items to each batch, which all its samples share as negatives, for models such as `NextItem`.
+
+    Their rows are looked up ahead, with the batch's other rows. The schema of the result has new features:
+
+    - `negative_<feature>` for each of `features`, un-pooled: the drawn items, divided evenly among the samples. Where a
+      batch is divided among NN workers or micro-batches, each part has the items of its samples.
+    - `log_q`, `history_log_q` (with `history`) and `negative_log_q`, dense: the logarithm of the probability with which
+      the sample's item, each event of its history, and each of its drawn items are drawn. "uniform" has none: all are
+      alike, and the correction would change nothing. "in_batch" has the first two only, for models whose negatives are
+      the items of the batch, such as `NextItem` without `negatives` and `persia.nn.models.TwoTower`.
+
+    An item that is not in the catalog, or the window, counts as rare as the rarest one there.
+
+    Draws depend on the seed, the epoch and the number of the batch, and for a stream on the offsets of the batch, so a
+    resumed run has the same ones. Without a catalog, items are those of samples before: the batches, or the messages of
+    a partition, are divided into windows, and each batch draws from the window before its own; in the first window it
+    draws from itself. One window of items is in memory. A resumed run and several data loaders read the window once
+    more, streams read each message twice, and windows of a topic that were deleted are left out.
+
+    Args:
+        reader: the samples. Items of positive samples are drawn, those with a label above 0.
+        features: the item's ID-type features; they are drawn together. Each sample has one id of each.
+        count: items per batch; for "uniform" and "popularity". A batch of fewer than `count / per_sample` samples has
+            `per_sample` for each.
+        by: "uniform" draws all items alike, "popularity" in proportion to counts ** power. "in_batch" draws none.
+        catalog: items, as returned by `item_catalog`. None for the items before.
+        history: un-pooled features of the events before the item, one for each of `features`: for data with a sample
+            per user, whose events are all predicted. Their items are drawn and counted as well.
+        power: see `by`; 1 for the items' frequencies.
+        per_sample: most drawn items of a sample.
+        window: number of batches, or of messages of a stream's partition, of which items are drawn; by default 100
+            batches or 16,384 messages.
+        seed: seed of the draws.
+
+    Raises:
+        ConfigError: a feature is unknown, computed or does not fit; a number is out of range; a name that would be
+            added is taken; a catalog lacks a feature, or has only counts of 0 for "popularity"; or the reader is a
+            joined stream or growing directories.
+    """
+    check_features(reader.schema, features)
+    counted_of(reader.schema, features, history)
+    stream = isinstance(reader, SharedStream)
+    if isinstance(reader, Stream) and not stream:
+        raise ConfigError(
+            f"Shared negatives would lose the position of {type(reader).__name__}; train on it without them, as "
+            "NextItem without negatives uses the items of the batch.",
+            field="reader",
+        )
+    if window is None:
+        window = WINDOW_OF_STREAM if stream else WINDOW
+    sampling = SharedNegatives(
+        reader,
+        tuple(features),
+        count,
+        by,
+        catalog,
+        None if history is None else tuple(history),
+        power,
+        per_sample,
+        window,
+        seed=seed,
+    )
+    return NegativeStream(reader, sampling) if isinstance(reader, SharedStream) else sampling

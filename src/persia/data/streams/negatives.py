@@ -1,4 +1,4 @@
-"""`negatives` of a stream: passes the offsets on, so that runs can be resumed, and shared by data loaders."""
+"""`negatives` and `shared_negatives` of a stream: pass the offsets on, so that runs can be resumed, and shared."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from persia.batching.batch import Batch
-from persia.data.negative_sampling import NegativeSampling
+from persia.data.item_catalogs import ItemDraws
+from persia.data.negative_sampling import SampledReader
 from persia.data.reader import InputStream
+from persia.data.shared_sampling import SharedNegatives
 from persia.data.streams.recorded import LoggedStream
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DataError
 from persia.schema import InputRules, Schema
 from persia.services import NewBatch, SharedStream, StreamLog, StreamShare
+from persia.telemetry.logs import get_logger
 from persia.telemetry.metrics import Metric
-from persia.types import OffsetRange, Offsets
+from persia.types import OffsetRange, Offsets, Partition
 
 __all__ = ["NegativeStream"]
 
+LOG = get_logger("persia.data")
+
 
 class NegativeStream(LoggedStream):
-    """The stream that `negatives` returns for a stream. Draws depend only on the seed and a batch's first offset.
+    """The stream that `negatives` and `shared_negatives` return for a stream.
+
+    Draws depend only on the seed and a batch's first offset, and without a catalog on messages before it.
 
     Args:
         stream: the samples.
         sampling: adds negatives to a batch.
     """
 
-    def __init__(self, stream: SharedStream, sampling: NegativeSampling) -> None:
+    def __init__(self, stream: SharedStream, sampling: SampledReader) -> None:
         super().__init__(stream.topics)
         self._stream = stream
         self._sampling = sampling
@@ -59,7 +64,7 @@ class NegativeStream(LoggedStream):
         Raises:
             ConfigError: the schema of the samples is fixed.
         """
-        stream: Any = self._input_stream().with_schema(schema)
+        stream: Any = self._input_stream().with_schema(self._sampling.inner_schema(schema))
         return NegativeStream(stream, replace(self._sampling, reader=stream))
 
     def _input_stream(self) -> InputStream:
@@ -72,7 +77,10 @@ class NegativeStream(LoggedStream):
 
     def share(self, log: StreamLog, loader: int, loaders: int, stopping: Callable[[], bool]) -> StreamShare:
         """Opens the share of a data loader; see `persia.services.SharedStream`."""
-        return _NegativeShare(self._stream.share(log, loader, loaders, stopping), self._sampling)
+        share = self._stream.share(log, loader, loaders, stopping)
+        if isinstance(self._sampling, SharedNegatives) and self._sampling.catalog is None:
+            return _WindowShare(share, self._sampling)
+        return _NegativeShare(share, self._sampling)
 
     def commit(self, offsets: Offsets) -> None:
         """Reports that a checkpoint has all before `offsets`."""
@@ -86,27 +94,64 @@ class NegativeStream(LoggedStream):
 class _NegativeShare:
     """A share of a stream, with negatives."""
 
-    def __init__(self, share: StreamShare, sampling: NegativeSampling) -> None:
+    def __init__(self, share: StreamShare, sampling: SampledReader) -> None:
         self._share = share
         self._sampling = sampling
 
     def read(self, offsets: OffsetRange) -> Batch:
         """See `persia.services.StreamShare`."""
-        return self._sampling.added(self._share.read(offsets), self._generator(offsets), offsets.begin)
+        return self._added(self._share.read(offsets), offsets)
 
     def poll(self) -> NewBatch | None:
         """See `persia.services.StreamShare`."""
         new = self._share.poll()
-        if new is None:
-            return None
-        generator = self._generator(new.range)
-        return new._replace(batch=self._sampling.added(new.batch, generator, new.range.begin))
+        return None if new is None else new._replace(batch=self._added(new.batch, new.range))
 
     def close(self) -> None:
         """See `persia.services.StreamShare`."""
         self._share.close()
 
-    def _generator(self, offsets: OffsetRange) -> np.random.Generator:
+    def _added(self, batch: Batch, offsets: OffsetRange) -> Batch:
         topic, number = offsets.partition
-        key = (self._sampling.seed, zlib.crc32(topic.encode()), number, offsets.begin)
-        return np.random.Generator(np.random.PCG64(key))
+        generator = self._sampling.generator(zlib.crc32(topic.encode()), number, offsets.begin)
+        return self._sampling.added(batch, generator, offsets.begin)
+
+
+class _WindowShare(_NegativeShare):
+    """A share of a stream, with negatives among the items of messages before each batch.
+
+    The offsets of a partition are divided into windows of equal size, and the items of a batch's negatives are those of
+    the window before the one in which it begins. So they depend on the offset only, wherever a run has begun.
+    """
+
+    def __init__(self, share: StreamShare, sampling: SharedNegatives) -> None:
+        super().__init__(share, sampling)
+        self._shared = sampling
+        self._windows: dict[Partition, tuple[int, ItemDraws | None]] = {}
+        """Number of the present window of each partition, and draws from the one before."""
+
+    def _added(self, batch: Batch, offsets: OffsetRange) -> Batch:
+        topic, number = offsets.partition
+        generator = self._shared.generator(zlib.crc32(topic.encode()), number, offsets.begin)
+        return self._shared.added(batch, generator, offsets.begin, self._draws(offsets))
+
+    def _draws(self, offsets: OffsetRange) -> ItemDraws | None:
+        window = offsets.begin // self._shared.window
+        known = self._windows.get(offsets.partition)
+        if known is None or known[0] != window:
+            known = self._windows[offsets.partition] = window, self._read(offsets.partition, window - 1)
+        return known[1]
+
+    def _read(self, partition: Partition, window: int) -> ItemDraws | None:
+        """Returns draws of the items of a window; None if it has none, or its messages have been deleted."""
+        if window < 0:
+            return None
+        begin = window * self._shared.window
+        try:
+            batch = self._share.read(OffsetRange(partition, begin, begin + self._shared.window))
+        except DataError as error:
+            LOG.warning(
+                "Negatives are drawn from their own batch for now, as those before it cannot be read: %s", error
+            )
+            return None
+        return self._shared.draws_of([(begin, batch)])
