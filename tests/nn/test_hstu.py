@@ -90,10 +90,10 @@ def test_values_are_those_of_loops_over_events(timed, heads, newest_first):
         if timed:
             ages = numbers.dense[row, AGES][: len(events)]
             ages = np.append(ages[::-1] if newest_first else ages, 0.0)
-        x = np.concatenate([events, [candidate]]) * np.sqrt(6) + numbers.of["positions"][: len(events) + 1]
+        x = np.concatenate([events, [candidate]]) * np.sqrt(6) + numbers.of["encoder.positions"][: len(events) + 1]
         for layer in range(2):
-            x = layer_of(numbers, f"layers.{layer}", x, heads, ages)
-        states = layer_norm(numbers, "norm", x[:-1])
+            x = layer_of(numbers, f"encoder.layers.{layer}", x, heads, ages)
+        states = layer_norm(numbers, "encoder.norm", x[:-1])
         others = numbers.dense[row][[0, 1, -1]] if timed else numbers.dense[row]
         pooled = [numbers.pooled[name][row] for name in ("user", "item", "shop")]
         logit = numbers.mlp("deep", np.concatenate([x[-1], *pooled, others]))
@@ -159,7 +159,7 @@ def test_attention_begins_by_recency_alone_whatever_the_length():
     """Of the sum of weights, each doubling of the distance has about the same part, and contents change little."""
     torch.manual_seed(0)
     features = [IdFeature("item", dim=16), IdFeature("history", table="item", pooling=None, max_length=500)]
-    layer = HSTU(Schema(features), ages=None).layers[0]
+    layer = HSTU(Schema(features), ages=None).encoder.layers[0]
     weights = torch.nn.functional.silu(layer.bias.detach())
     octaves = [weights[first : 2 * first].sum() for first in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
     assert min(octaves) / max(octaves) > 0.8

@@ -75,7 +75,7 @@ def trained(model, schema, batches, **options):
     return found
 
 
-NO_HISTORY = sorted(set(MODELS) - {"din", "dien", "sasrec", "hstu", "two_tower", "ffnn_paper"})
+NO_HISTORY = sorted(set(MODELS) - {"din", "dien", "sasrec", "hstu", "next_item", "two_tower", "ffnn_paper"})
 
 
 @pytest.mark.parametrize("kind", NO_HISTORY)
@@ -102,11 +102,11 @@ def history_schema(*labels):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["din", "dien", "hstu", "sasrec", "two_tower"])
+@pytest.mark.parametrize("kind", ["din", "dien", "hstu", "sasrec", "next_item", "two_tower"])
 def test_models_of_histories_train_with_weights_and_masks(kind):
     torch.manual_seed(0)
-    one = kind in ("sasrec", "two_tower")
-    label = Label("click", missing="mask", loss=None if kind == "two_tower" else Focal())
+    one = kind in ("sasrec", "next_item", "two_tower")
+    label = Label("click", missing="mask", loss=None if kind in ("next_item", "two_tower") else Focal())
     schema = history_schema(label) if one else history_schema(label, Label("stars", "ordinal", classes=5))
     options = {"item": ["item"], "hidden": ()} if kind == "two_tower" else {}
     model = build(ModelDescription(kind, options), schema)

@@ -380,8 +380,8 @@ def test_sasrec_attends_to_earlier_events(heads, newest_first):
     logits, auxiliary = [], 0.0
     for row in range(len(dense)):
         events = events_of(numbers, row, newest_first)
-        x = events * np.sqrt(6) + numbers.of["positions"][LENGTH - len(events) :]
-        for block in ("blocks.0", "blocks.1"):
+        x = events * np.sqrt(6) + numbers.of["encoder.positions"][LENGTH - len(events) :]
+        for block in ("encoder.blocks.0", "encoder.blocks.1"):
             q, k, v = np.split(numbers.linear(f"{block}.projection", layer_norm(numbers, f"{block}.norms.0", x)), 3, 1)
             attended = np.zeros_like(x)
             size = 6 // heads
@@ -393,7 +393,7 @@ def test_sasrec_attends_to_earlier_events(heads, newest_first):
             x = x + attended
             hidden = np.maximum(numbers.linear(f"{block}.first", layer_norm(numbers, f"{block}.norms.1", x)), 0)
             x = x + numbers.linear(f"{block}.second", hidden)
-        states = layer_norm(numbers, "norm", x)
+        states = layer_norm(numbers, "encoder.norm", x)
         candidate = np.concatenate([numbers.pooled["item"][row], numbers.pooled["shop"][row]])
         logits.append([states[-1] @ candidate if len(events) else 0.0])
         others = events_of(numbers, (row - len(dense) // 2) % len(dense), newest_first)

@@ -10,6 +10,7 @@ from persia.nn.models.final_mlp import FinalMLP
 from persia.nn.models.hstu import HSTU
 from persia.nn.models.mask_net import MaskNet
 from persia.nn.models.multi_task import PLE, MMoE
+from persia.nn.models.next_item import NextItem
 from persia.nn.models.sasrec import SASRec
 from persia.nn.models.two_tower import TwoTower
 from persia.nn.models.youtube_dnn import YouTubeDNN
@@ -26,6 +27,7 @@ __all__ = [
     "FinalMLP",
     "MMoE",
     "MaskNet",
+    "NextItem",
     "SASRec",
     "TwoTower",
     "YouTubeDNN",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from persia.checks import check_number, plain
 from persia.nn.losses import SchemaLoss
-from persia.nn.models.history import HistoryInput, NextItem, masked_softmax, next_item_loss
+from persia.nn.models.history import HistoryInput, NegativeEvents, masked_softmax, next_item_loss
 from persia.nn.models.layers import feature_names, mlp, output_count
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
@@ -61,7 +61,7 @@ class DIEN(nn.Module):
     ) -> None:
         super().__init__()
         self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
-        self.next_item = NextItem(schema, self.input, negatives)
+        self.next_item = NegativeEvents(schema, self.input, negatives)
         self.auxiliary = plain(auxiliary)
         self._label_loss = SchemaLoss(schema)
         check_number("auxiliary", self.auxiliary, 0)

@@ -15,7 +15,16 @@ from persia.nn.models.layers import feature_dims, feature_names, feature_pairs, 
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import IdFeature, Schema
 
-__all__ = ["Events", "HistoryInput", "NextItem", "check_heads", "last_of", "masked_softmax", "next_item_loss"]
+__all__ = [
+    "Events",
+    "HistoryInput",
+    "NegativeEvents",
+    "check_heads",
+    "check_negatives",
+    "last_of",
+    "masked_softmax",
+    "next_item_loss",
+]
 
 
 class Events(NamedTuple):
@@ -124,8 +133,16 @@ class HistoryInput:
         """Returns the candidate `[batch, candidate dim]`."""
         return torch.cat([_tensor(embeddings[name]) for _, name in self.pairs], 1)
 
-    def aligned(self, embeddings: Embeddings, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Returns sequences side by side, `[batch, length, dim]`, in time order, and where all have an id."""
+    def aligned(
+        self, embeddings: Embeddings, names: Sequence[str], *, in_time_order: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Returns sequences side by side, `[batch, length, dim]`, and where all have an id.
+
+        Args:
+            embeddings: of the ID-type features.
+            names: of aligned un-pooled features.
+            in_time_order: whether they have the order of the history, which is reversed if the newest is first.
+        """
         parts = [_sequence(embeddings[name]) for name in names]
         mask = parts[0].mask
         values = torch.cat([part.values for part in parts], 2)
@@ -133,8 +150,8 @@ class HistoryInput:
             for part in parts[1:]:
                 mask = mask & part.mask
             values = values * mask.unsqueeze(2)
-        if self.newest_first:
-            values = self.in_time_order(values, mask) * mask.unsqueeze(2)
+        if in_time_order:
+            values = self.in_time_order(values, mask)
         return values, mask
 
     @property
@@ -148,7 +165,9 @@ class HistoryInput:
         return tuple(name for _, name in self.pairs)
 
     def in_time_order(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Returns what the data list of each event, `[batch, length, ...]`, oldest first; padding has any of it.
+        """Returns what the data list of each event, `[batch, length, ...]`, oldest first.
+
+        Padding is 0 if the order is reversed, and else as it is.
 
         Args:
             values: in the order of the data.
@@ -158,8 +177,8 @@ class HistoryInput:
             return values
         position = torch.arange(mask.shape[1], device=mask.device)
         index = (mask.sum(1, keepdim=True) - 1 - position).clamp(min=0)
-        index = index.view(*index.shape, *(1,) * (values.dim() - 2)).expand_as(values)
-        return values.gather(1, index)
+        more = (1,) * (values.dim() - 2)
+        return values.gather(1, index.view(*index.shape, *more).expand_as(values)) * mask.view(*mask.shape, *more)
 
     def rest(self, embeddings: Embeddings) -> list[Tensor]:
         """Returns the pooled features, the candidate's among them, and the means of other sequences."""
@@ -180,7 +199,7 @@ class HistoryInput:
         return {name: pooled(embeddings[name]) for name in self._others if name in embeddings}
 
 
-class NextItem:
+class NegativeEvents:
     """Embeddings that did not follow in a history, for a loss that predicts each event from those before it.
 
     Args:
@@ -198,22 +217,7 @@ class NextItem:
         self._names = None if negatives is None else feature_names("negatives", negatives)
         if self._names is None:
             return
-        if len(self._names) != len(history.pairs):
-            raise ConfigError(
-                f"negatives has {len(self._names)} features, but the history {len(history.pairs)}; give one for each "
-                "sequence of the history, in its order.",
-                field="negatives",
-            )
-        dims = feature_dims(schema)
-        for name, (sequence, _) in zip(self._names, history.pairs, strict=True):
-            feature = _un_pooled(schema, name, "negatives")
-            _check_aligned(schema.feature(sequence), feature, "negatives")
-            if dims[name] != dims[sequence]:
-                raise ConfigError(
-                    f"negatives: {name!r} has dim {dims[name]}, but {sequence!r} {dims[sequence]}; let both read one "
-                    "table.",
-                    field="negatives",
-                )
+        check_negatives(schema, history.pairs, self._names)
 
     def sample(self, embeddings: Embeddings, events: Events) -> tuple[Tensor, Tensor]:
         """Returns negatives `[batch, length, dim]` and where there is one, bool `[batch, length]`."""
@@ -225,6 +229,35 @@ class NextItem:
             values, mask = events.values.roll(shift, 0), events.mask.roll(shift, 0)
         # An event that did follow is no negative; in a batch of one sample that is every one.
         return values, mask & events.mask & (values != events.values).any(2)
+
+
+def check_negatives(
+    schema: Schema, pairs: Sequence[tuple[str, str]], names: Sequence[str], *, aligned: bool = True
+) -> None:
+    """Raises ConfigError unless un-pooled features fit a history's pairs.
+
+    Args:
+        schema: of the model.
+        pairs: of the history.
+        names: features of items that did not follow, one for each pair.
+        aligned: whether there is one for each event. If not, they are aligned with each other only.
+    """
+    if len(names) != len(pairs):
+        raise ConfigError(
+            f"negatives has {len(names)} features, but the history {len(pairs)}; give one for each sequence of the "
+            "history, in its order.",
+            field="negatives",
+        )
+    dims = feature_dims(schema)
+    for name, (sequence, _) in zip(names, pairs, strict=True):
+        feature = _un_pooled(schema, name, "negatives")
+        _check_aligned(schema.feature(sequence if aligned else names[0]), feature, "negatives")
+        if dims[name] != dims[sequence]:
+            raise ConfigError(
+                f"negatives: {name!r} has dim {dims[name]}, but {sequence!r} {dims[sequence]}; let both read one "
+                "table.",
+                field="negatives",
+            )
 
 
 def check_heads(heads: int, width: int) -> None:
@@ -261,7 +294,7 @@ def next_item_loss(states: Tensor, events: Events, negatives: tuple[Tensor, Tens
     Args:
         states: `[batch, length, dim]`, of events up to t.
         events: the history.
-        negatives: events that did not follow, and where there is one; as `NextItem.sample` returns.
+        negatives: events that did not follow, and where there is one; as `NegativeEvents.sample` returns.
 
     Returns:
         float32 `[]`.

@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import SchemaLoss
-from persia.nn.models.history import Events, HistoryInput, NextItem, check_heads, last_of, next_item_loss
+from persia.nn.models.history import Events, HistoryInput, NegativeEvents, check_heads, last_of, next_item_loss
 from persia.nn.models.layers import feature_names, mlp, output_count
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.nn.targets import Targets
 from persia.schema import Schema
 
-__all__ = ["HSTU"]
+__all__ = ["HSTU", "HSTUEncoder", "ages_of"]
 
 GROUPS = 4
 """Groups of samples of like length, on a CPU."""
@@ -107,23 +107,17 @@ class HSTU(nn.Module):
         super().__init__()
         self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
         self.input.check_same_dim()
-        self.negatives = NextItem(schema, self.input, negatives)
+        self.negatives = NegativeEvents(schema, self.input, negatives)
         self._label_loss = SchemaLoss(schema)
-        self.next_item, layers, heads = map(plain, (next_item, layers, heads))
+        self.next_item = plain(next_item)
         check_number("next_item", self.next_item, 0)
-        check_integer("layers", layers, 1)
-        width = self.input.dim
-        check_heads(heads, width)
-        self._ages = None if ages is None else _ages_of(schema, ages, self.input.max_length)
+        self._ages = None if ages is None else ages_of(schema, ages, self.input.max_length)
         self._ages_name = ages
-        positions = self.input.max_length + 1
-        self.positions = nn.Parameter(torch.zeros(positions, width))
-        self.layers = nn.ModuleList(_Layer(width, heads, positions, ages is not None) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.encoder = HSTUEncoder(self.input.dim, self.input.max_length, layers, heads, ages is not None)
         logits = output_count(schema, outputs)
         self.match = nn.Parameter(torch.ones(logits))
         dense = schema.dense_width - (0 if ages is None else self.input.max_length)
-        self.deep = mlp(width + self.input.others + dense, hidden, logits, dropout=dropout)
+        self.deep = mlp(self.input.dim + self.input.others + dense, hidden, logits, dropout=dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
         """Returns logits `[batch, outputs]`; in training with the loss over all positions, float32 `[]`.
@@ -172,13 +166,13 @@ class HSTU(nn.Module):
         values, mask = self.input.past(embeddings)
         length = max(1, int(mask.sum()))  # Padding comes last.
         ages = self._times(dense, mask)
-        past = self._past(values[:, :length], mask[:, :length], None if ages is None else ages[:, :length])
+        past = self.encoder.past(values[:, :length], mask[:, :length], None if ages is None else ages[:, :length])
         return _User(past, self.input.rest_of_user(embeddings))
 
     def score(self, user: _User, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[items, outputs]` of one user with many items; see `persia.nn.RankingModel`."""
         candidate = self.input.candidate(embeddings)
-        state = self._candidates(candidate.unsqueeze(0), user.past).squeeze(0)
+        state = self.encoder.candidates(candidate.unsqueeze(0), user.past).squeeze(0)
         rest = self.input.rest_of_items(user.others, embeddings, len(candidate))
         return self._logits(state, user.past.newest, candidate, rest, dense)
 
@@ -191,13 +185,56 @@ class HSTU(nn.Module):
 
         The latter are padded to `[batch, max_length, width]`.
         """
-        past = self._past(events.values, events.mask, ages)
-        state = self._candidates(events.candidate.unsqueeze(1), past).squeeze(1)
+        past = self.encoder.past(events.values, events.mask, ages)
+        state = self.encoder.candidates(events.candidate.unsqueeze(1), past).squeeze(1)
         return state, past.newest, F.pad(past.states, (0, 0, 0, self.input.max_length - past.states.shape[1]))
 
-    def _past(self, values: Tensor, mask: Tensor, ages: Tensor | None) -> _Past:
-        """Passes the events `[batch, length, width]`, which no candidate changes, through the layers."""
-        x = values * math.sqrt(self.input.dim) + self.positions[: values.shape[1]]
+    def _logits(self, state: Tensor, newest: Tensor, candidate: Tensor, rest: list[Tensor], dense: Tensor) -> Tensor:
+        if self._ages is not None:
+            dense = torch.cat([dense[:, : self._ages.start], dense[:, self._ages.stop :]], 1)
+        match = (newest.float() * candidate.float()).sum(1, keepdim=True)
+        logits: Tensor = self.deep(torch.cat([state, *rest, dense], 1)) + self.match * match
+        return logits
+
+
+class HSTUEncoder(nn.Module):
+    """Layers of HSTU on histories, and on candidates that follow them.
+
+    Args:
+        width: of an event.
+        max_length: largest number of events.
+        layers: number of layers.
+        heads: of the attention; divides the width.
+        timed: whether there is a bias of times.
+
+    Raises:
+        ConfigError: a number is bad.
+    """
+
+    def __init__(self, width: int, max_length: int, layers: int, heads: int, timed: bool) -> None:
+        super().__init__()
+        layers, heads = plain(layers), plain(heads)
+        check_integer("layers", layers, 1)
+        check_heads(heads, width)
+        self.width = width
+        positions = max_length + 1
+        self.positions = nn.Parameter(torch.zeros(positions, width))
+        self.layers = nn.ModuleList(_Layer(width, heads, positions, timed) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, values: Tensor, mask: Tensor, ages: Tensor | None) -> Tensor:
+        """Returns normalised states `[batch, length, width]` at the events; see `past`."""
+        return self.past(values, mask, ages).states
+
+    def past(self, values: Tensor, mask: Tensor, ages: Tensor | None) -> _Past:
+        """Passes events through the layers. No candidate changes them.
+
+        Args:
+            values: `[batch, length, width]`, in time order, before the padding.
+            mask: bool `[batch, length]`: where there is an event.
+            ages: time from each event to the sample, float32 `[batch, length]`; given if `timed`.
+        """
+        x = values * math.sqrt(self.width) + self.positions[: values.shape[1]]
         # An event attends by the time of the one after it; after the newest one comes the sample, of age 0.
         buckets = None if ages is None else _bucket(ages.unsqueeze(1) - F.pad(ages[:, 1:], (0, 1)).unsqueeze(2))
         attended = []
@@ -207,21 +244,14 @@ class HSTU(nn.Module):
         states = self.norm(x)
         return _Past(attended, mask, None if ages is None else _bucket(ages), states, last_of(states, mask))
 
-    def _candidates(self, candidates: Tensor, past: _Past) -> Tensor:
+    def candidates(self, candidates: Tensor, past: _Past) -> Tensor:
         """Returns the last layer's outputs for candidates `[batch, number, width]` that follow histories, the same."""
         lengths = past.mask.sum(1)
-        x = candidates * math.sqrt(self.input.dim) + self.positions[lengths].unsqueeze(1)
+        x = candidates * math.sqrt(self.width) + self.positions[lengths].unsqueeze(1)
         for layer, (keys, values) in zip(self.layers, past.attended, strict=True):
             assert isinstance(layer, _Layer)
             x = layer.candidates(x, keys, values, past.mask, past.buckets)
         return x
-
-    def _logits(self, state: Tensor, newest: Tensor, candidate: Tensor, rest: list[Tensor], dense: Tensor) -> Tensor:
-        if self._ages is not None:
-            dense = torch.cat([dense[:, : self._ages.start], dense[:, self._ages.stop :]], 1)
-        match = (newest.float() * candidate.float()).sum(1, keepdim=True)
-        logits: Tensor = self.deep(torch.cat([state, *rest, dense], 1)) + self.match * match
-        return logits
 
 
 class _Past(NamedTuple):
@@ -327,7 +357,7 @@ class _Layer(nn.Module):
         return result
 
 
-def _ages_of(schema: Schema, name: str, max_length: int) -> slice:
+def ages_of(schema: Schema, name: str, max_length: int) -> slice:
     """Returns the columns of the ages of events.
 
     Raises:

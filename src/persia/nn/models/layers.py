@@ -22,7 +22,11 @@ __all__ = [
     "mlp",
     "output_count",
     "pooled",
+    "same_rows",
 ]
+
+HASH_FACTOR = -7046029254386353131
+"""2^64 over the golden ratio, as a signed integer: its powers mix bits well."""
 
 
 def feature_dims(schema: Schema) -> dict[str, int]:
@@ -108,6 +112,24 @@ def pooled(embedding: Tensor | SequenceEmbedding) -> Tensor:
     weights = embedding.mask.to(embedding.values.dtype)
     weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
     return torch.bmm(weights.unsqueeze(1), embedding.values).squeeze(1)
+
+
+def same_rows(rows: Tensor, others: Tensor) -> Tensor:
+    """Returns which rows are equal and not all zero, as rows of ids without a row are, bool `[..., n]`.
+
+    Compares hashes of 64 bits: `torch.unique` makes the host wait for the device, and is slower.
+
+    Args:
+        rows: `[..., width]`.
+        others: `[n, width]`.
+    """
+    return (_hashes(rows).unsqueeze(-1) == _hashes(others)) & rows.any(-1, keepdim=True)
+
+
+def _hashes(rows: Tensor) -> Tensor:
+    bits = (rows.float() + 0.0).view(torch.int32).long()  # The sum turns -0.0 into 0.0.
+    factors = torch.full((bits.shape[-1],), HASH_FACTOR, device=bits.device).cumprod(0)
+    return (bits * factors).sum(-1)
 
 
 def mlp(

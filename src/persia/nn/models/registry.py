@@ -33,6 +33,7 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "sasrec": models.SASRec,
     "hstu": models.HSTU,
     "two_tower": models.TwoTower,
+    "next_item": models.NextItem,
 }
 
 _ATTRIBUTE = "_persia_description"

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import SchemaLoss
-from persia.nn.models.history import HistoryInput, NextItem, check_heads, last_of, next_item_loss
+from persia.nn.models.history import HistoryInput, NegativeEvents, check_heads, last_of, next_item_loss
 from persia.nn.models.layers import feature_names
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.nn.targets import Targets
 from persia.schema import Schema
 
-__all__ = ["SASRec"]
+__all__ = ["SASRec", "SelfAttentionEncoder"]
 
 
 class SASRec(nn.Module):
@@ -61,7 +61,7 @@ class SASRec(nn.Module):
         super().__init__()
         self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
         self.input.check_same_dim()
-        self.negatives = NextItem(schema, self.input, negatives)
+        self.negatives = NegativeEvents(schema, self.input, negatives)
         if len(schema.label_names) != 1 or schema.outputs != 1:
             raise ConfigError(
                 f"SASRec has one logit, but the schema has {len(schema.label_names)} labels with {schema.outputs} "
@@ -69,16 +69,9 @@ class SASRec(nn.Module):
                 field="labels",
             )
         self._label_loss = SchemaLoss(schema)
-        self.next_item, blocks, heads, dropout = map(plain, (next_item, blocks, heads, dropout))
+        self.next_item = plain(next_item)
         check_number("next_item", self.next_item, 0)
-        check_integer("blocks", blocks, 1)
-        check_number("dropout", dropout, 0, 1, open_high=True)
-        width = self.input.dim
-        check_heads(heads, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(self.input.max_length, width))
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(_Block(width, heads, dropout) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
+        self.encoder = SelfAttentionEncoder(self.input.dim, self.input.max_length, blocks, heads, dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
         """Returns logits `[batch, 1]`; in training with the loss over all positions, float32 `[]`.
@@ -88,7 +81,7 @@ class SASRec(nn.Module):
             embeddings: of the ID-type features.
         """
         events = self.input.events(embeddings)
-        states = self._states(events.values, events.mask)
+        states = self.encoder(events.values, events.mask)
         logits = (events.last(states) * events.candidate).sum(1, keepdim=True)
         if not (self.training and self.next_item):
             return logits
@@ -107,25 +100,11 @@ class SASRec(nn.Module):
     def user_part(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns the state at the user's newest event, `[1, dim]`; see `persia.nn.RankingModel`."""
         values, mask = self.input.past(embeddings)
-        return last_of(self._states(values, mask), mask)
+        return last_of(self.encoder(values, mask), mask)
 
     def score(self, user: Tensor, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[items, 1]` of one user with many items; see `persia.nn.RankingModel`."""
         return (user * self.input.candidate(embeddings)).sum(1, keepdim=True)
-
-    def _states(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Returns the states at the events, `[batch, length, dim]`."""
-        x = self.dropout(values * math.sqrt(self.input.dim) + self._positions(mask))
-        for block in self.blocks:
-            x = block(x)
-        states: Tensor = self.norm(x)
-        return states
-
-    def _positions(self, mask: Tensor) -> Tensor:
-        """Returns the vectors of the events' positions, `[batch, length, dim]`; the newest event has the last one."""
-        length = len(self.positions)
-        index = torch.arange(length, device=mask.device) - mask.sum(1, keepdim=True)
-        return F.embedding(index % length, self.positions)  # Padding has some vector, which no event attends to.
 
     def loss(self, logits: Tensor, targets: Targets | Tensor, extra: Tensor | None = None) -> Tensor:
         """Returns the loss of the label of the candidate, plus the weighted loss over all positions.
@@ -137,6 +116,47 @@ class SASRec(nn.Module):
         """
         loss = self._label_loss(logits, targets)
         return loss if extra is None else loss + self.next_item * extra
+
+
+class SelfAttentionEncoder(nn.Module):
+    """Blocks of causal self-attention and a position-wise network, with a learned vector for each position.
+
+    Args:
+        width: of an event.
+        max_length: largest number of events.
+        blocks: number of blocks.
+        heads: of the attention; divides the width.
+        dropout: share of embeddings, attention outputs and hidden units that is dropped in training.
+
+    Raises:
+        ConfigError: a number is bad.
+    """
+
+    def __init__(self, width: int, max_length: int, blocks: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        blocks, heads, dropout = map(plain, (blocks, heads, dropout))
+        check_integer("blocks", blocks, 1)
+        check_number("dropout", dropout, 0, 1, open_high=True)
+        check_heads(heads, width)
+        self.width = width
+        self.positions = nn.Parameter(0.02 * torch.randn(max_length, width))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(_Block(width, heads, dropout) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Returns states `[batch, length, width]` at the events, which are in time order and precede the padding."""
+        x = self.dropout(values * math.sqrt(self.width) + self._positions(mask))
+        for block in self.blocks:
+            x = block(x)
+        states: Tensor = self.norm(x)
+        return states
+
+    def _positions(self, mask: Tensor) -> Tensor:
+        """Returns the vectors of the events' positions, `[batch, length, dim]`; the newest event has the last one."""
+        length = len(self.positions)
+        index = torch.arange(length, device=mask.device) - mask.sum(1, keepdim=True)
+        return F.embedding(index % length, self.positions)  # Padding has some vector, which no event attends to.
 
 
 class _Block(nn.Module):

@@ -13,16 +13,13 @@ from torch.nn import functional as F
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import weighted_mean
-from persia.nn.models.layers import feature_dims, feature_names, mlp, pooled
+from persia.nn.models.layers import feature_dims, feature_names, mlp, pooled, same_rows
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.nn.targets import Targets
 from persia.schema import Schema
 
 __all__ = ["TwoTower"]
-
-HASH_FACTOR = -7046029254386353131
-"""2^64 over the golden ratio, as a signed integer: its powers mix bits well."""
 
 
 class TwoTower(nn.Module):
@@ -196,14 +193,8 @@ def _finite(log_q: Tensor) -> Tensor:
 def _same_items(features: list[Tensor]) -> Tensor:
     """Returns which other samples have the same item, bool `[batch, batch]`.
 
-    Compares hashes of 64 bits: `torch.unique` makes the host wait for the device, and is slower.
-
     Args:
         features: embeddings of the item, `[batch, dim]` each.
     """
     values = torch.cat([feature.float() for feature in features], 1)
-    bits = (values + 0.0).view(torch.int32).long()  # The sum turns -0.0 into 0.0.
-    factors = torch.full((bits.shape[1],), HASH_FACTOR, device=bits.device).cumprod(0)
-    hashes = (bits * factors).sum(1)
-    same: Tensor = (hashes.unsqueeze(1) == hashes) & values.any(1)
-    return same.fill_diagonal_(False)
+    return same_rows(values, values).fill_diagonal_(False)
