@@ -11,6 +11,9 @@ seq.chain.MODEL.KIND.LENGTH
 seq.first_epoch.KIND.LENGTH
                    The same after the first epoch: HSTU's less SASRec's.
 seq.time.LENGTH    The same after the last epoch, where time matters: HSTU's less SASRec's.
+seq.next_item.hr   HR@10 of `NextItem` among all items less that of the same network and loss in plain PyTorch with
+                   `nn.Embedding`, on generated sessions; seeds paired.
+seq.next_item.rate Rows/s of the same runs over PyTorch's, whose negatives are drawn before the clock starts.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks import runner
+from benchmarks.seq_next_item import Amount, train, train_in_torch
 from benchmarks.seq_runs import MODELS, Size, hit_rates
+from benchmarks.zoo import sides
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": tuple(range(10))}
 SIZES = {"smoke": Size(1, 2, 4, 20), "laptop": Size(5, 150, 32, 400), "full": Size(10, 300, 32, 1_000)}
@@ -30,6 +35,8 @@ SMOKE_LENGTH = 10
 """The longest of a smoke run: others take seconds."""
 LEAST = 0.9
 """HR@1 over the best possible."""
+AMOUNTS = {"smoke": Amount(100, 3, 50), "laptop": Amount(2_000, 300, 4_000), "full": Amount(20_000, 2_000, 20_000)}
+"""Of sessions, for `seq.next_item`."""
 BEHIND = -0.1
 """HR@1 of HSTU's first epoch less SASRec's."""
 
@@ -69,3 +76,19 @@ def _register(kind: str, length: int) -> None:
 for _kind, _lengths in LENGTHS.items():
     for _length in _lengths:
         _register(_kind, _length)
+
+
+@runner.measures("seq.next_item.hr", "seq.next_item.rate")
+def next_item(preset: str) -> Iterator[runner.Measure]:
+    """Compares `NextItem` with plain PyTorch, in processes of their own, in an order that alternates."""
+    runs = []
+    for seed in SEEDS[preset]:
+        both = list(zip(sides(), (train, train_in_torch), strict=True))
+        order = both[::-1] if seed % 2 else both
+        found = [side.call(function, AMOUNTS[preset], seed) for side, function in order]
+        runs.append(found[::-1] if seed % 2 else found)
+    ours, theirs = zip(*runs, strict=True)
+    hit_rates_of = [[one.hit_rate for one in side] for side in (ours, theirs)]
+    yield runner.paired("seq.next_item.hr", *hit_rates_of, "fraction", at_least=-0.002)
+    rates_of = [[one.rows_per_s for one in side] for side in (ours, theirs)]
+    yield runner.paired_ratio("seq.next_item.rate", *rates_of, at_least=1.0)

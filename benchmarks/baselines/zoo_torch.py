@@ -155,6 +155,20 @@ def run(
 ) -> Result:
     """Trains for one pass and scores each batch before training on it.
 
+    Arguments as for `trained`.
+    """
+    _, scores, seconds = trained(model, schema, inputs, values, rows, lr)
+    labels = np.concatenate([batch.labels.numpy() for batch in inputs])
+    predictions = torch.cat(scores).numpy()
+    areas = [auc(labels[:, i], predictions[:, i]) for i in range(labels.shape[1])]
+    return Result(float(np.mean(areas)), len(labels) / seconds)
+
+
+def trained(
+    model: nn.Module, schema: Schema, inputs: Sequence[Input], values: Mapping[str, Tensor], rows: Adagrad, lr: float
+) -> tuple[Embeddings, list[Tensor], float]:
+    """Trains for one pass; returns the tables, the logits of each batch before training on it, and the seconds.
+
     Args:
         model: a network of persia.
         schema: of the batches.
@@ -177,8 +191,4 @@ def run(
         network.step()
         tables.step()
         scores.append(logits.detach())
-    seconds = time.perf_counter() - begin
-    labels = np.concatenate([batch.labels.numpy() for batch in inputs])
-    predictions = torch.cat(scores).numpy()
-    areas = [auc(labels[:, i], predictions[:, i]) for i in range(labels.shape[1])]
-    return Result(float(np.mean(areas)), len(labels) / seconds)
+    return embeddings, scores, time.perf_counter() - begin
