@@ -302,7 +302,7 @@ CALLS = {
         "contains": (IDS,),
         "read_rows": ("item", IDS["item"], True),
         "set_rows": (1, "item", IDS["item"], ROWS["item"], None),
-        "export_rows": (),
+        "export_rows": ("item",),
         "begin_snapshot": ("snapshot", {"item": 2}, "/tmp", True),
         "snapshot_rows": ("snapshot",),
         "snapshot_removed": ("snapshot",),

@@ -24,7 +24,7 @@ from persia.serve.http.bodies import Bodies
 from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.openapi import openapi
-from persia.serve.item_catalogue import TowerFeatures
+from persia.nn.item_catalogue import TowerFeatures
 from persia.serve.item_files import read_items
 from support.served import CODEC
 from support.trained_logs import TOWERS

@@ -22,7 +22,7 @@ from persia.schema import IdFeature, Schema
 from persia.serve import Predictor, ServeOptions
 from persia.serve.http.app import create_app
 from persia.serve.http.limits import ServeLimits
-from persia.serve.item_catalogue import TowerFeatures
+from persia.nn.item_catalogue import TowerFeatures
 from persia.serve.item_files import read_items
 from persia.serve.item_index import ItemIndex
 from persia.serve.retriever import Retriever

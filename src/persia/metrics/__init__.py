@@ -1,4 +1,5 @@
-"""Metrics of predictions, from logits: by the kind of each label, per day, by group and by the values of a column.
+"""Metrics of predictions, from logits: by the kind of each label, per day, by group and by the values of a column; and
+of retrieval, from ranks.
 
 Memory is bounded (except for groups), and an update takes microseconds. A metric that is restored from its state gives
 bit-identical results. Torch is not needed; CPU tensors without gradient are accepted as arrays. `DriftCounts` counts
@@ -31,6 +32,7 @@ from persia.metrics.result import (
     MetricsResult,
     ValueFigures,
 )
+from persia.metrics.retrieval import RetrievalFigures, RetrievalMetrics
 from persia.metrics.streaming import Metrics
 from persia.metrics.watching import WatchedMetric, check_metric_name, figure, watched_metric
 
@@ -59,6 +61,8 @@ __all__ = [
     "Metrics",
     "MetricsByValue",
     "MetricsResult",
+    "RetrievalFigures",
+    "RetrievalMetrics",
     "ValueBuckets",
     "ValueFigures",
     "WatchedMetric",

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from persia.errors import DataError
+from persia.checks import check_integer, plain
+from persia.errors import ConfigError, DataError
 from persia.types import Floats
 
-__all__ = ["State", "check", "check_logits", "check_weights", "column", "loss_terms", "sigmoid", "total_weight"]
+__all__ = [
+    "State",
+    "check",
+    "check_cutoffs",
+    "check_logits",
+    "check_weights",
+    "column",
+    "loss_terms",
+    "sigmoid",
+    "total_weight",
+]
 
 State = dict[str, Any]
 """State of a metric: numpy arrays and numbers by name."""
@@ -31,6 +43,20 @@ def check(logits: Floats, labels: Floats) -> None:
     check_logits(logits)
     if logits.size and not (labels.min() >= 0 and labels.max() <= 1):  # In this form, NaN fails the check.
         raise DataError("A label lies outside [0, 1]; correct the data.", field="labels")
+
+
+def check_cutoffs(name: str, at: Sequence[int]) -> tuple[int, ...]:
+    """Returns distinct values of k.
+
+    Raises:
+        ConfigError: a k is less than 1 or not an integer, or there is none.
+    """
+    if isinstance(at, (str, int)) or not at:
+        raise ConfigError(f"Invalid {name} = {at!r}; expected a list of numbers.", field="at")
+    values = tuple(plain(k) for k in at)
+    for k in values:
+        check_integer(name, k, 1)
+    return tuple(dict.fromkeys(values))
 
 
 def check_logits(logits: Floats) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from persia.checks import check_integer
-from persia.errors import ConfigError, DataError
-from persia.metrics.checks import State, check, check_weights, column
+from persia.errors import DataError
+from persia.metrics.checks import State, check, check_cutoffs, check_weights, column
 from persia.types import Floats, Int64Array
 
 __all__ = ["GroupedFigures", "GroupedMetrics"]
@@ -65,11 +64,7 @@ class GroupedMetrics:
     """
 
     def __init__(self, at: Sequence[int] = (10,), *, binary: bool = True) -> None:
-        if isinstance(at, (str, int)) or not at:
-            raise ConfigError(f"Invalid GroupedMetrics.at = {at!r}; expected a list of numbers.", field="at")
-        for k in at:
-            check_integer("GroupedMetrics.at", k, 1)
-        self.at = tuple(dict.fromkeys(int(k) for k in at))
+        self.at = check_cutoffs("GroupedMetrics.at", at)
         self.binary = binary
         self._groups: list[NDArray[np.uint64]] = []
         self._logits: list[Floats] = []

@@ -224,6 +224,18 @@ class RowAccess:
                 present[table][at] = answer[table]
         return present
 
+    def all_ids(self, table: str) -> Ids:
+        """Returns the ids that have a row in a table, ascending, uint64 `[rows]`.
+
+        Reads all rows of the table once, about 64 MiB at a time. Call it while no rows move to other PSs.
+
+        Raises:
+            ConfigError: there is no such table.
+        """
+        self._table(table)
+        parts = [chunk.arrays["ids"] for server in self._servers for chunk in server.export_rows(table)]
+        return np.unique(np.concatenate([np.empty(0, np.uint64), *parts]))
+
     def statistics(self) -> dict[str, dict[str, int]]:
         """Returns counters of the tables, summed over the PSs."""
         total: dict[str, dict[str, int]] = {}

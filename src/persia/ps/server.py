@@ -415,9 +415,10 @@ class EmbeddingServer(MovableServer, StorageAccess):
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
-    def export_rows(self) -> Iterator[RowChunk]:
-        """Yields all rows, in chunks of about 64 MiB; each row is consistent."""
-        return self._owned.of(export_rows(self._store, self._index.values()), self.buckets())
+    def export_rows(self, table: str | None = None) -> Iterator[RowChunk]:
+        """Yields all rows, of a table or of all, in chunks of about 64 MiB; each row is consistent."""
+        tables = self._index.values() if table is None else [self._numbers.number(table)]
+        return self._owned.of(export_rows(self._store, tables), self.buckets())
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Begins a store snapshot; see `persia.services.EmbeddingPS`."""

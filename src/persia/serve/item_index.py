@@ -17,7 +17,7 @@ from persia.batching.batch import Batch
 from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain_fields
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.schema import Schema
-from persia.serve.item_catalogue import Catalogue, CurrentRows, Towers, only, towers_of
+from persia.nn.item_catalogue import Catalogue, CurrentRows, Towers, key_of, only, towers_of
 from persia.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
@@ -139,14 +139,7 @@ class ItemIndex:
             ) from error
         towers = towers_of(model)
         features = towers.features[1]
-        if key is None:
-            if len(features) != 1:
-                raise ConfigError(
-                    f"The item has the features {', '.join(features)}; say which one identifies it, such as "
-                    f"key={features[0]!r}.",
-                    field="key",
-                )
-            key = features[0]
+        key = key_of(features, key)
         self._schema = schema
         self._rows = rows
         self._options = options or IndexOptions()

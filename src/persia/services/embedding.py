@@ -164,8 +164,8 @@ class EmbeddingPS(Protocol):
     def row_staleness(self) -> RowStaleness:
         """Returns the staleness of rows in asynchronous modes."""
 
-    def export_rows(self) -> Iterator[RowChunk]:
-        """Yields all rows in chunks of bounded size. Each row is consistent by itself."""
+    def export_rows(self, table: str | None = None) -> Iterator[RowChunk]:
+        """Yields all rows, of a table or of all, in chunks of bounded size. Each row is consistent by itself."""
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Starts a store snapshot: `snapshot_rows` returns the current rows while training continues.

@@ -125,22 +125,22 @@ class Evaluator:
     ) -> Generator[tuple[PreparedBatch, NDArray[np.float32]], None, None]:
         """Yields batches and their logits. In between, model and collection are back in the mode that they had."""
         check_data("data", data)
-        with self._evaluation_mode():
+        with self.evaluation_mode():
             batches = self._embeddings.prefetch(data)
         with contextlib.closing(batches):
             for batch in batches:
-                with self._evaluation_mode():
+                with self.evaluation_mode():
                     logits = self._network.logits(batch, self._embeddings(batch)).cpu().numpy()
                 yield batch, logits
 
     def again(self, batch: PreparedBatch) -> NDArray[np.float32]:
         """Returns the logits of the batch that was trained last, with network and rows as they are now."""
-        with self._evaluation_mode():
+        with self.evaluation_mode():
             now = self._embeddings.looked_up_again(batch)
             return self._network.logits(now, self._embeddings(now)).cpu().numpy()
 
     @contextlib.contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """Puts model and collection into evaluation mode, for the time of the block."""
         modes = [(module, module.training) for module in (self._network.model, self._embeddings)]
         for module, _ in modes:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.checks import MAX_STEPS, check_integer, plain
-from persia.metrics import Answers, MetricsResult, answers_of
+from persia.metrics import Answers, MetricsResult, RetrievalFigures, answers_of
 from persia.nn.output import are_log_odds
 from persia.schema import Schema
 from persia.telemetry.importance import Importance
@@ -18,6 +18,7 @@ from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import record_importance
 from persia.trainer.components import Components
 from persia.trainer.importance import ImportanceOptions, importance
+from persia.trainer.retrieval_evaluation import RetrievalEvaluator, RetrievalOptions
 
 __all__ = ["Scoring"]
 
@@ -62,6 +63,46 @@ class Scoring:
         """
         check_integer("max_values", max_values, 1)
         return self._components.evaluator.evaluate(data, group_by, at, metrics_by, max_values)
+
+    def evaluate_retrieval(
+        self,
+        data: Iterable[Batch],
+        *,
+        items: Batch | Iterable[Batch] | None = None,
+        key: str | None = None,
+        at: Sequence[int] = (10,),
+        leave_out: Sequence[str] = (),
+    ) -> RetrievalFigures:
+        """Returns how high each sample's item ranks among all items: HR@k, NDCG@k, MRR and coverage. Read-only; blocks.
+
+        The model has towers, as `TwoTower` and `NextItem` have (see `persia.nn.item_catalogue.Towers`): the score of an
+        item is the dot product of the user's and the item's vector, as in retrieval. Ranks are exact: every item is
+        scored for every sample. Equal scores share their ranks; see `RetrievalFigures`.
+
+        Cost: `2 * samples * items * dim` operations in float64, on the network's device, and one lookup of all items
+        for each 65,536 samples. Memory: for each of these samples 16 bytes per dimension, 8 per k and 16 per left-out
+        id; 8 bytes for each item, or its features if `items` are given; 64 MiB of scores. Several NN workers score the
+        batches in turn, and all return the metrics of all.
+
+        Args:
+            data: batches; samples whose first label is above 0 count, weighted by it and by `Schema.sample_weight`. All
+                samples of batches without labels count.
+            items: the items that compete: rows with the item's features, as one batch or several, or a reader. Those
+                without a row of their own do not, as in `persia.serve.Retriever`. None for all rows of the item's
+                table, if the id is all that the model reads of an item.
+            key: ID-type feature that identifies an item; by default the item's only one.
+            at: values of k.
+            leave_out: ID-type features of the item's table, such as the history: their ids do not compete for their
+                sample, unless one of them is the item of the sample. As they are read: ids beyond `max_length`, too.
+
+        Raises:
+            ConfigError: the model has no towers, needs `items`, or there is no such feature.
+            DataError: a batch does not fit the schema, no sample counts, or no item has a row.
+            DivergedError: a vector is not finite.
+        """
+        parts = self._components
+        evaluator = RetrievalEvaluator(parts.evaluator, parts.network, parts.embeddings, parts.staging.device)
+        return evaluator.evaluate(data, items, RetrievalOptions(key, at, leave_out))
 
     def importance(
         self,

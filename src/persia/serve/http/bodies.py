@@ -22,7 +22,7 @@ from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_de
 
 if TYPE_CHECKING:
     from persia.serve.http.limits import ServeLimits
-    from persia.serve.item_catalogue import TowerFeatures
+    from persia.nn.item_catalogue import TowerFeatures
 
 __all__ = ["Bodies", "IdsOfTable", "UsersAndCount"]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from persia.serve.http.bodies import Bodies
     from persia.serve.http.codecs.codec import Codec
     from persia.serve.http.codecs.messages import MessageCodec
-    from persia.serve.item_catalogue import TowerFeatures
+    from persia.nn.item_catalogue import TowerFeatures
     from persia.serve.retriever import Retriever, RetrieverState
 
 __all__ = ["ItemSearch"]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from persia.metrics import Answers
     from persia.schema import DenseFeature, IdFeature, InputRules, Schema
     from persia.serve.http.limits import ServeLimits
-    from persia.serve.item_catalogue import TowerFeatures
+    from persia.nn.item_catalogue import TowerFeatures
 
 __all__ = ["openapi"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
@@ -16,14 +17,27 @@ from persia.errors import ConfigError, DataError
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
-__all__ = ["Catalogue", "CurrentRows", "TowerFeatures", "Towers", "item_features", "only", "towers_of", "user_features"]
+__all__ = [
+    "CHUNK",
+    "Catalogue",
+    "CurrentRows",
+    "TowerFeatures",
+    "Towers",
+    "item_features",
+    "key_of",
+    "only",
+    "towers_of",
+    "user_features",
+]
 
 CHUNK = 4096
 """Items whose vectors are computed at a time."""
 
 
 class Towers(Protocol):
-    """A network of two towers, such as `persia.nn.models.TwoTower`, in evaluation mode.
+    """A network of two towers, such as `persia.nn.models.TwoTower` or `NextItem`, in evaluation mode.
+
+    The higher the dot product of their vectors, the better an item fits a user.
 
     Attributes:
         features: names of the user's and of the item's ID-type features.
@@ -90,21 +104,27 @@ class Catalogue:
     """
 
     def __init__(self, schema: Schema, features: Sequence[str], items: Batch | Iterable[Batch], key: str) -> None:
-        if key not in features:
-            raise ConfigError(
-                f"key = {key!r} is no ID-type feature of the item; the model has {', '.join(features)}.", field="key"
-            )
+        key = key_of(features, key)
         batches = [items] if isinstance(items, Batch) else list(items)
         self._rows = Batch.concat([only(schema, batch, features) for batch in batches])
         self.key_table = schema.feature(key).table_name
         self.keys = _keys(self._rows.id_features[key], key)
-        parts: dict[str, list[_Usage]] = {}
-        for name in features:
-            parts.setdefault(schema.feature(name).table_name, []).append(_usage(self._rows.id_features[name]))
-        self._usage = {table: _merged_usage(of_table) for table, of_table in parts.items()}
+        self._table_of = {name: schema.feature(name).table_name for name in features}
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @functools.cached_property
+    def _usage(self) -> dict[str, _Usage]:
+        """By table, the items that use each id. Evaluations do not need it."""
+        parts: dict[str, list[_Usage]] = {}
+        for name, table in self._table_of.items():
+            parts.setdefault(table, []).append(_usage(self._rows.id_features[name]))
+        return {table: _merged_usage(of_table) for table, of_table in parts.items()}
+
+    def batch(self, items: NDArray[np.int64]) -> Batch:
+        """Returns the features of items, int64 `[n]`, as a batch with all features of the schema."""
+        return self._rows.take(items)
 
     def using(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Returns the numbers of the items that use any of these ids, in any order, possibly with duplicates."""
@@ -137,7 +157,7 @@ class Catalogue:
             if not len(part):
                 continue
             with torch.inference_mode():
-                vectors = tower(*rows.read(self._rows.take(part))).float().cpu()
+                vectors = tower(*rows.read(self.batch(part))).float().cpu()
             finite = vectors.isfinite().all(1)
             yield part[finite.numpy()], vectors[finite]
 
@@ -158,25 +178,46 @@ def towers_of(model: torch.nn.Module | Towers) -> Towers:
     return cast("Towers", model)
 
 
+def key_of(features: Sequence[str], key: str | None) -> str:
+    """Returns the ID-type feature that identifies an item: the item's only one unless `key` names another.
+
+    Raises:
+        ConfigError: the item has several, and none is named; or the one named is not the item's.
+    """
+    if key is None and len(features) != 1:
+        raise ConfigError(
+            f"The item has the features {', '.join(features)}; say which one identifies it, such as "
+            f"key={features[0]!r}.",
+            field="key",
+        )
+    key = features[0] if key is None else key
+    if key not in features:
+        raise ConfigError(
+            f"key = {key!r} is no ID-type feature of the item; the model has {', '.join(features)}.", field="key"
+        )
+    return key
+
+
 def user_features(towers: Towers, schema: Schema) -> TowerFeatures:
     """Returns the features of the user's tower."""
-    return TowerFeatures(tuple(towers.features[0]), _dense(towers, "user_columns", schema))
+    return TowerFeatures(tuple(towers.features[0]), _dense(towers, "user", schema))
 
 
 def item_features(towers: Towers, schema: Schema) -> TowerFeatures:
     """Returns the features of the item's tower."""
-    return TowerFeatures(tuple(towers.features[1]), _dense(towers, "item_columns", schema))
+    return TowerFeatures(tuple(towers.features[1]), _dense(towers, "item", schema))
 
 
-def _dense(towers: Towers, columns: str, schema: Schema) -> tuple[str, ...]:
-    """Returns the dense features of a tower: the features of its columns, or all features if it declares none."""
-    positions = getattr(towers, columns, None)
-    if positions is None:
-        return schema.dense_names
-    read = set(positions.tolist())
-    return tuple(
-        name for name, place in schema.dense_slices.items() if not read.isdisjoint(range(place.start, place.stop))
-    )
+def _dense(towers: Towers, part: str, schema: Schema) -> tuple[str, ...]:
+    """Returns the dense features of a tower: those of its columns or names, or all features if it declares neither."""
+    positions = getattr(towers, f"{part}_columns", None)
+    if positions is not None:
+        read = set(positions.tolist())
+        return tuple(
+            name for name, place in schema.dense_slices.items() if not read.isdisjoint(range(place.start, place.stop))
+        )
+    names = getattr(towers, f"{part}_features", schema.dense_names)
+    return tuple(name for name in schema.dense_names if name in names)
 
 
 def only(schema: Schema, batch: Batch, features: Sequence[str]) -> Batch:
