@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from persia.cli.configured_run import Checkpoint, Config, Set, Step, closing_cluster, read_config, step_choice
 from persia.cli.fitted import fitted_as_checkpoint
+from persia.errors import ConfigError
 from persia.printable import say
 
 if TYPE_CHECKING:
+    from persia.batching.batch import Batch
     from persia.cli.run_config import DataConfig, RunConfig
     from persia.trainer import Trainer
 
@@ -38,23 +42,87 @@ def evaluate(
         typer.Option("--by", help="Also all metrics for each value of this column of the source.", metavar="COLUMN"),
     ] = None,
     max_values: Annotated[int, typer.Option(help="Most frequent values with a line of their own.", metavar="N")] = 20,
+    retrieval: Annotated[
+        bool,
+        typer.Option(
+            "--retrieval",
+            help="Rank each sample's item among all items instead: HR@k, NDCG@k, MRR and coverage@k. For models with "
+            "two towers, such as `two_tower` and `next_item`.",
+        ),
+    ] = False,
+    items: Annotated[
+        str | None,
+        typer.Option(
+            help="With --retrieval: Parquet files with the features of the items that compete, as a file, directory, "
+            "glob or URL. By default all rows of the item's table do.",
+            metavar="FILES",
+        ),
+    ] = None,
+    item_key: Annotated[
+        str | None,
+        typer.Option(help="With --retrieval: feature that identifies an item, if it has several.", metavar="NAME"),
+    ] = None,
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --retrieval: ids of this feature, such as the history, do not compete (repeatable).",
+            metavar="FEATURE",
+        ),
+    ] = None,
     json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
     """Evaluate a checkpoint on `eval_data`, or on `data` if there is none.
 
     The checkpoint is not modified. All samples are read: `drop_last` and `shuffle_rows` are ignored, and with --data
     `split`, too. `where` still says which rows are samples.
+
+        persia evaluate run.toml --checkpoint runs/a --retrieval --at 10 --at 50 --leave-out history
     """
     from persia.cli import ui as out
 
+    of_retrieval = {"--items": items, "--item-key": item_key, "--leave-out": leave_out}
+    _check_options(of_retrieval if not retrieval else {"--group-by": group_by, "--by": by}, retrieval)
     out.check_writable(json)
     run = read_config(config, overrides)
     trainer, reader = restored(run, scored_source(run, data, labels=True), checkpoint, step)
     with closing_cluster(trainer):
-        result = trainer.evaluate(reader, group_by=group_by, at=at or (10,), metrics_by=by, max_values=max_values)
-    out.print_metrics("evaluation", result)
+        if retrieval:
+            figures = trainer.evaluate_retrieval(
+                reader, items=_items(trainer, items), key=item_key, at=at or (10,), leave_out=leave_out or ()
+            )
+        else:
+            result = trainer.evaluate(reader, group_by=group_by, at=at or (10,), metrics_by=by, max_values=max_values)
+    if retrieval:
+        out.print_retrieval("retrieval", figures)
+        record = {"retrieval": dataclasses.asdict(figures)}
+    else:
+        out.print_metrics("evaluation", result)
+        record = out.metrics_record(result)
     if json is not None:
-        out.write_json(json, out.metrics_record(result))
+        out.write_json(json, record)
+
+
+def _check_options(others: dict[str, Any], retrieval: bool) -> None:
+    """Raises ConfigError if an option of another evaluation is given."""
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} {'does not fit' if retrieval else 'needs'} --retrieval; "
+                f"leave {name if retrieval else 'it'} out{'' if retrieval else ', or add --retrieval'}.",
+                field=name.removeprefix("--").replace("-", "_"),
+            )
+
+
+def _items(trainer: Trainer, files: str | None) -> Iterator[Batch] | None:
+    """Returns the items that compete; None for the rows of their table."""
+    from persia.nn.item_catalogue import item_features, towers_of
+    from persia.serve.item_files import read_items
+
+    if files is None:
+        return None
+    trainer.model.eval()
+    features = item_features(towers_of(trainer.model), trainer.schema)
+    return read_items(files, trainer.schema, features, trainer.state.input_rules)
 
 
 def predict(

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from persia.errors import ConfigError
-from persia.metrics import METRICS, Figures, LabelFigures, MetricsResult
+from persia.metrics import METRICS, Figures, LabelFigures, MetricsResult, RetrievalFigures
 from persia.metrics.result import known
 from persia.printable import say
 from persia.schema import FittedValue
@@ -30,6 +30,7 @@ __all__ = [
     "print_fit",
     "print_fitted",
     "print_metrics",
+    "print_retrieval",
     "print_toml",
     "write_json",
 ]
@@ -110,6 +111,16 @@ def print_metrics(title: str, result: MetricsResult) -> None:
             for label, f in of.labels.items()
         ]
         _print_figures(f"{title} by value", values)
+
+
+def print_retrieval(title: str, figures: RetrievalFigures) -> None:
+    """Prints metrics of retrieval: a line for each k, and the number of samples and items."""
+    table = Grid("k", "HR", "NDCG", "coverage", title=title)
+    for k in figures.hit_rate:
+        table.add_row(f"{k:,}", f"{figures.hit_rate[k]:.4f}", f"{figures.ndcg[k]:.4f}", f"{figures.coverage[k]:.4f}")
+    CONSOLE.print(table)
+    missing = f", {figures.missing:,} of which are not among them" if figures.missing else ""
+    say(f"MRR {figures.mrr:.4f}; the items of {figures.rows:,} samples{missing}, ranked among {figures.items:,} items")
 
 
 def _print_figures(title: str, lines: Sequence[tuple[str, LabelFigures]]) -> None:
