@@ -65,7 +65,8 @@ def evaluated(*arguments):
 
 def test_next_item(folder):
     (folder / "run.toml").write_text(
-        CONFIG + '[model]\nkind = "next_item"\noptions = { backbone = "gru" }\n[optimizer]\nlr = 0.01\n'
+        CONFIG
+        + '[model]\nkind = "next_item"\noptions = { backbone = "gru" }\n[optimizer]\nlr = 0.01\n[train]\nepochs = 5\n'
     )
     write("train.parquet", 0)
     write("test.parquet", 1, 200)
@@ -82,7 +83,7 @@ def test_next_item(folder):
 
 def test_two_towers_with_items_of_a_file(folder):
     config = CONFIG.replace('pooling = "none"\nmax_length = 4', 'pooling = "mean"')
-    config = config.replace('labels =', 'dense_features = ["price"]\nlabels =')
+    config = config.replace("labels =", 'dense_features = ["price"]\nlabels =')
     (folder / "run.toml").write_text(config + '[model]\nkind = "two_tower"\noptions = { item = ["item", "price"] }\n')
     price = {"price": lambda item: item / ITEMS}
     write("train.parquet", 0, **price)

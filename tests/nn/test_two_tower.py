@@ -6,10 +6,10 @@ import torch
 
 import persia
 from persia.errors import ConfigError
+from persia.nn.item_catalogue import item_features, user_features
 from persia.nn.models import TwoTower
 from persia.nn.output import predictions_of, probabilities_of
 from persia.schema import DenseFeature, IdFeature, Schema
-from persia.nn.item_catalogue import item_features, user_features
 from support.histories import Numbers, history_schema, made_inputs, outcome, softmax
 
 

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import msgspec
 import numpy as np
 
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
+from persia.checks import check_choice, check_integer
 from persia.data.files import File
 from persia.data.fingerprints import fingerprint_of_files
 from persia.data.rows import Conversion, Piece
 from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
-from persia.types import Floats, Ids, Int32Array, Int64Array, SourceFingerprint
+from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array, SourceFingerprint
 
-__all__ = ["EventColumns", "EventLog", "HistorySource", "events_of", "history_feature", "history_of"]
+__all__ = [
+    "EventColumns",
+    "EventLog",
+    "HistorySource",
+    "LeaveOneOut",
+    "check_history_options",
+    "events_of",
+    "history_feature",
+    "history_of",
+]
+
+LeaveOneOut: TypeAlias = Literal["train", "validation", "test"]
+"""A part of the events of each owner: the newest one is the test data, the one before it the validation data."""
 
 PIECE_IDS = 1 << 20
 """Approximate number of ids of the histories that are built together."""
@@ -72,6 +85,7 @@ class HistorySource:
         owner: key in `EventColumns.ids` of the user or session that owns a history.
         histories: key in `EventColumns.ids` of the ids in each history, by feature.
         min_history: events with fewer events before them appear in histories only.
+        leave_one_out: which of an owner's selected events become samples; None for all.
     """
 
     schema: Schema
@@ -79,11 +93,13 @@ class HistorySource:
     owner: str
     histories: Mapping[str, str]
     min_history: int = 0
+    leave_one_out: LeaveOneOut | None = None
 
     def fingerprint(self) -> SourceFingerprint:
         """Returns files and selection, as one part: a history may have events of any file."""
         files = fingerprint_of_files("histories", self.log.files, self.log.conversion.selection).merged("histories")
-        return msgspec.structs.replace(files, rows=files.rows | {"min_history": str(self.min_history)})
+        part = {} if self.leave_one_out is None else {"leave_one_out": self.leave_one_out}
+        return msgspec.structs.replace(files, rows=files.rows | {"min_history": str(self.min_history)} | part)
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped samples are not built, but all events are read."""
@@ -96,12 +112,15 @@ class HistorySource:
         place = np.empty_like(grouped)
         place[grouped] = np.arange(len(grouped))
         samples = np.arange(len(owners)) if events.selected is None else events.selected
+        if self.leave_one_out is not None:
+            places = place[samples]
+            samples = samples[_in_part(np.searchsorted(heads, places, "right"), places, self.leave_one_out)]
         samples = samples[before[place[samples]] >= self.min_history]
         if not len(samples):
             path = self.log.files[0].path
             raise DataError(
-                f"{path}: there are no samples: no event is selected by `where` and `split` and has {self.min_history} "
-                "or more before it; correct them, or give another source.",
+                f"{path}: there are no samples: no event is selected by `where`, `split` and `leave_one_out` and has "
+                f"{self.min_history} or more before it; correct them, or give another source.",
                 path=path,
             )
         samples = samples[np.argsort(events.time[samples], kind="stable")][skip:]
@@ -116,6 +135,28 @@ class HistorySource:
             ids |= {name: history_of(items, ends, lengths) for name, items in in_order.items()}
             labels = np.ascontiguousarray(events.labels[rows])
             yield Batch(ids, np.empty((len(rows), 0), np.float32), labels, events.day[rows])
+
+
+def _in_part(owners: Int64Array, times: Int64Array, part: LeaveOneOut) -> BoolArray:
+    """Returns which events belong to a part, bool `[events]`.
+
+    Args:
+        owners: number of the owner of each event.
+        times: distinct numbers in the order of owners, then time.
+        part: the part.
+    """
+    order = np.argsort(times)
+    ends = np.searchsorted(owners[order], owners[order], "right")
+    later = np.empty_like(order)
+    later[order] = ends - 1 - np.arange(len(order))  # Events of the same owner that are newer.
+    return later >= 2 if part == "train" else later == (0 if part == "test" else 1)
+
+
+def check_history_options(min_history: int, leave_one_out: LeaveOneOut | None) -> None:
+    """Raises ConfigError unless the options of a reader with histories are valid."""
+    check_integer("min_history", min_history, 0)
+    if leave_one_out is not None:
+        check_choice("leave_one_out", leave_one_out, get_args(LeaveOneOut))
 
 
 def history_of(items: Ids, ends: Int64Array, lengths: Int64Array) -> IdColumn:

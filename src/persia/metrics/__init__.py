@@ -1,5 +1,4 @@
-"""Metrics of predictions, from logits: by the kind of each label, per day, by group and by the values of a column; and
-of retrieval, from ranks.
+"""Metrics of predictions from logits, in all, per day, by group and by value; and of retrieval from ranks.
 
 Memory is bounded (except for groups), and an update takes microseconds. A metric that is restored from its state gives
 bit-identical results. Torch is not needed; CPU tensors without gradient are accepted as arrays. `DriftCounts` counts

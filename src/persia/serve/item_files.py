@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 
 from persia.batching.batch import Batch
-from persia.schema import NO_RULES, InputRules, Schema
 from persia.nn.item_catalogue import TowerFeatures
+from persia.schema import NO_RULES, InputRules, Schema
 from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_dense
 
 __all__ = ["read_items"]

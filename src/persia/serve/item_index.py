@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from persia.batching.batch import Batch
 from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain_fields
 from persia.errors import ConfigError, DataError, MissingExtraError
-from persia.schema import Schema
 from persia.nn.item_catalogue import Catalogue, CurrentRows, Towers, key_of, only, towers_of
+from persia.schema import Schema
 from persia.telemetry.logs import get_logger
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from persia.batching.batch import Batch
 from persia.errors import ClosedError
+from persia.nn.item_catalogue import TowerFeatures, item_features, towers_of, user_features
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
-from persia.nn.item_catalogue import TowerFeatures, item_features, towers_of, user_features
 from persia.serve.item_files import read_items
 from persia.serve.item_index import IndexOptions, ItemIndex, Retrieved
 from persia.serve.predictor import Predictor

@@ -315,7 +315,9 @@ def _checked_names(schema: Schema, key: str, names: Sequence[str]) -> tuple[str,
         ConfigError: there is no such feature, or its ids are no items.
     """
     if isinstance(names, str):
-        raise ConfigError(f"leave_out = {names!r} is one text; give a list of features, [{names!r}].", field="leave_out")
+        raise ConfigError(
+            f"leave_out = {names!r} is one text; give a list of features, [{names!r}].", field="leave_out"
+        )
     table = schema.feature(key).table_name
     of_items = [feature.name for feature in schema.id_features if feature.table_name == table and feature.name != key]
     for name in names:

@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Unpack
 
-from persia.checks import check_integer, check_number
+from persia.checks import check_number
 from persia.data.files import File, Paths, dataset_path, expand
-from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
+from persia.data.histories import (
+    EventColumns,
+    HistorySource,
+    LeaveOneOut,
+    check_history_options,
+    events_of,
+    history_feature,
+)
 from persia.data.json_lines import json_pieces
 from persia.data.reader import StreamReader
 from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
@@ -34,6 +41,7 @@ def amazon(
     pooling: Pooling | None = "mean",
     positive: float = 4.0,
     min_history: int = 0,
+    leave_one_out: LeaveOneOut | None = None,
     **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """Amazon reviews, of 2014 (McAuley et al., SIGIR 2015), 2018 (Ni et al., EMNLP 2019) and 2023 (Hou et al., 2024).
@@ -55,6 +63,8 @@ def amazon(
         positive: lowest rating, from 1 to 5, with the label 1. With 0 all labels are 1, so that any review is positive;
             add `negatives`.
         min_history: minimum number of earlier reviews of the user. Reviews with fewer appear in histories only.
+        leave_one_out: which selected reviews of a user become samples: "test" takes the newest one, "validation" the
+            one before it, "train" all earlier ones; None takes all. Histories have all earlier reviews, of any part.
         **rows: see `RowOptions`. `where` and `split` select the reviews that become samples, by `user_id`, `item_id`,
             `rating` and `timestamp` (in milliseconds); histories have all reviews. Rows are numbered as in the files.
             `require_labels=False` reads files without ratings.
@@ -63,7 +73,7 @@ def amazon(
         ConfigError: an argument is invalid.
     """
     check_number("positive", positive, 0)
-    check_integer("min_history", min_history, 0)
+    check_history_options(min_history, leave_one_out)
     ids = [IdFeature(name, dim=dim, kind="text") for name in ("user_id", "item_id")]
     time = IdFeature("timestamp", dim=1, kind="number")
     conversion = conversion_of(
@@ -75,7 +85,7 @@ def amazon(
     )
     schema = Schema([*ids, history_feature(dim, "item_id", "text", max_length, pooling)], labels=["positive"])
     log = _Reviews(tuple(expand(dataset_path("amazon") if path is None else path, _SUFFIXES)), conversion)
-    source = HistorySource(schema, log, "user_id", {"history": "item_id"}, min_history)
+    source = HistorySource(schema, log, "user_id", {"history": "item_id"}, min_history, leave_one_out)
     return StreamReader(schema, source, order_of(batch_size, **rows))
 
 

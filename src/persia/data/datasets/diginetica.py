@@ -9,10 +9,17 @@ from typing import Literal, Unpack
 
 import numpy as np
 
-from persia.checks import check_choice, check_integer
+from persia.checks import check_choice
 from persia.data.files import File, Paths, dataset_path, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
-from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
+from persia.data.histories import (
+    EventColumns,
+    HistorySource,
+    LeaveOneOut,
+    check_history_options,
+    events_of,
+    history_feature,
+)
 from persia.data.reader import StreamReader
 from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
 from persia.data.rows import Conversion
@@ -40,6 +47,7 @@ def diginetica(
     pooling: Pooling | None = "mean",
     label: Literal["view", "purchase"] = "view",
     min_history: int = 1,
+    leave_one_out: LeaveOneOut | None = None,
     **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """Diginetica (CIKM Cup 2016): items that visitors of a shop viewed, session by session.
@@ -62,6 +70,8 @@ def diginetica(
         label: "view": all labels are 1, as each item was viewed: add `negatives`, or train a `TwoTower`. "purchase":
             1 if the item was bought in the session, by `train-purchases.csv` next to the views.
         min_history: minimum number of earlier views of the session. Views with fewer appear in histories only.
+        leave_one_out: which selected views of a session become samples: "test" takes the newest one, "validation" the
+            one before it, "train" all earlier ones; None takes all. Histories have all earlier views, of any part.
         **rows: see `RowOptions`. `where` and `split` select the views that become samples, by the columns of the file
             (`sessionId`, `userId`, `itemId`, `timeframe`, `eventdate`); histories have all views. Rows are numbered as
             in the files. With by="hash" and column="sessionId", samples of a session stay together.
@@ -72,7 +82,7 @@ def diginetica(
         DataError: a file is missing.
     """
     check_choice("label", label, ("view", "purchase"))
-    check_integer("min_history", min_history, 0)
+    check_history_options(min_history, leave_one_out)
     path = dataset_path("diginetica") if path is None else path
     if isinstance(path, str | os.PathLike) and Path(path).is_dir():
         path = Path(path) / _VIEWS_FILE
@@ -88,7 +98,7 @@ def diginetica(
     )
     schema = Schema([item, history_feature(dim, "item_id", "number", max_length, pooling)], labels=["positive"])
     log = _Views(views, conversion, purchases)
-    source = HistorySource(schema, log, "sessionId", {"history": "item_id"}, min_history)
+    source = HistorySource(schema, log, "sessionId", {"history": "item_id"}, min_history, leave_one_out)
     return StreamReader(schema, source, order_of(batch_size, **rows))
 
 

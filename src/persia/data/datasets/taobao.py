@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
-from persia.checks import check_choice, check_integer
+from persia.checks import check_choice
 from persia.data.files import File, Paths, dataset_path, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
-from persia.data.histories import EventColumns, HistorySource, events_of, history_feature
+from persia.data.histories import (
+    EventColumns,
+    HistorySource,
+    LeaveOneOut,
+    check_history_options,
+    events_of,
+    history_feature,
+)
 from persia.data.reader import StreamReader
 from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
 from persia.data.rows import Conversion, Piece
@@ -35,6 +42,7 @@ def taobao(
     max_length: int | None = None,
     pooling: Pooling | None = "mean",
     min_history: int = 0,
+    leave_one_out: LeaveOneOut | None = None,
     **rows: Unpack[RowOptions],
 ) -> StreamReader:
     """Taobao's UserBehavior.csv (Tianchi): 100 million views, favorites, carts and purchases, sorted by user.
@@ -57,6 +65,8 @@ def taobao(
             rows are in the order of the file.
         pooling: pooling of the histories; None ("none" in a file) for models of sequences.
         min_history: minimum number of earlier events of the user. Events with fewer appear in histories only.
+        leave_one_out: which selected events of a user become samples: "test" takes the newest one, "validation" the
+            one before it, "train" all earlier ones; None takes all. Histories have all earlier events, of any part.
         **rows: see `RowOptions`. `where` and `split` take the columns `behavior`, `timestamp` and the features;
             histories have all rows. `require_labels=False` reads files without `behavior`, which then need a header.
 
@@ -67,9 +77,13 @@ def taobao(
         raise ConfigError(f'Invalid positive = {positive!r}; expected a list such as ["buy"].', field="positive")
     for behavior in positive:
         check_choice("positive", behavior, _BEHAVIORS)
-    check_integer("min_history", min_history, 0)
+    check_history_options(min_history, leave_one_out)
     if max_length is None and min_history:
         raise ConfigError(f"min_history = {min_history} needs histories; give their max_length.", field="min_history")
+    if max_length is None and leave_one_out is not None:
+        raise ConfigError(
+            f"leave_one_out = {leave_one_out!r} needs histories; give their max_length.", field="leave_one_out"
+        )
     ids = [IdFeature(name, dim=dim, kind="number") for name in _IDS]
     time = [] if max_length is None else [IdFeature("time", dim=1, kind="number")]
     conversion = conversion_of(
@@ -89,7 +103,7 @@ def taobao(
     ]
     schema = Schema([*ids, *histories], labels=["positive"])
     of = {"history": "item_id", "category_history": "category_id"}
-    source = HistorySource(schema, _Behaviors(files, conversion), "user_id", of, min_history)
+    source = HistorySource(schema, _Behaviors(files, conversion), "user_id", of, min_history, leave_one_out)
     return StreamReader(schema, source, order)
 
 

@@ -21,8 +21,8 @@ from persia.serve.http.codecs.messages import MessageCodec
 from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_dense
 
 if TYPE_CHECKING:
-    from persia.serve.http.limits import ServeLimits
     from persia.nn.item_catalogue import TowerFeatures
+    from persia.serve.http.limits import ServeLimits
 
 __all__ = ["Bodies", "IdsOfTable", "UsersAndCount"]
 

@@ -11,10 +11,10 @@ from persia.serve.http.daemon import in_daemon_thread
 from persia.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
+    from persia.nn.item_catalogue import TowerFeatures
     from persia.serve.http.bodies import Bodies
     from persia.serve.http.codecs.codec import Codec
     from persia.serve.http.codecs.messages import MessageCodec
-    from persia.nn.item_catalogue import TowerFeatures
     from persia.serve.retriever import Retriever, RetrieverState
 
 __all__ = ["ItemSearch"]

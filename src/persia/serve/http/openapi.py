@@ -12,9 +12,9 @@ from persia.serve.schema_parts import columns_of
 
 if TYPE_CHECKING:
     from persia.metrics import Answers
+    from persia.nn.item_catalogue import TowerFeatures
     from persia.schema import DenseFeature, IdFeature, InputRules, Schema
     from persia.serve.http.limits import ServeLimits
-    from persia.nn.item_catalogue import TowerFeatures
 
 __all__ = ["openapi"]
 
