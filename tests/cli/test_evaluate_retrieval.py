@@ -7,6 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from persia.batching.batch import Batch
+from persia.batching.id_column import IdColumn
+from persia.serve import Predictor, Retriever
 from support.command import persia
 
 ITEMS = 30
@@ -39,6 +42,7 @@ kind = "sync"
 
 [trainer]
 progress = false
+publish = { url = "changes" }
 """
 
 
@@ -77,6 +81,12 @@ def test_next_item(folder):
     assert found["hit_rate"]["10"] > 0.9
     assert found["mrr"] > 0.5
     assert f"MRR {found['mrr']:.4f}" in text
+    # As `persia serve changes --retrieve` does, without code.
+    with Predictor("changes") as predictor, Retriever(predictor) as retriever:
+        history = IdColumn(np.array([3, 4], np.uint64), np.array([0, 2]))
+        user = Batch({"history": history}, np.empty((1, 0), np.float32), np.empty((1, 0), np.float32))
+        assert 5 in retriever.search(user, 5).ids
+        assert retriever.state().items == ITEMS
     # The item before the last one does not compete, nor does the last one.
     assert evaluated("--leave-out", "history")[1]["mrr"] > found["mrr"]
 

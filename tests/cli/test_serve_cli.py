@@ -221,6 +221,7 @@ def test_a_server_with_items_answers_retrieve(tmp_path):
         (["--tls-cert", "cert.pem"], "TLS needs a certificate and its key"),
         (["--item-key", "item"], "--item-key needs --items"),
         (["--items", "items.parquet", "--rows", "tcp://127.0.0.1:1"], "--items needs the rows in this process"),
+        (["--retrieve", "--rows", "tcp://127.0.0.1:1"], "--retrieve needs the rows in this process"),
         (["--max-k", "0"], "Invalid max_k = 0"),
         (["--poll-seconds", "0"], "Invalid poll_seconds"),
         (["--compile", "maybe"], "Invalid compile = 'maybe'; expected one of: false, auto, true."),
@@ -245,6 +246,8 @@ def test_items_make_a_retriever(tmp_path, monkeypatch):
     found = given["retriever"]
     assert (found._predictor, found._items, found._key) == (given["predictor"], "items.parquet", "item")
     assert given["options"].limits.max_k == 50
+    assert CliRunner().invoke(app, ["serve", str(tmp_path), "--retrieve", "--item-key", "item"]).exception is None
+    assert (given["retriever"]._items, given["retriever"]._key) == (None, "item")
     assert CliRunner().invoke(app, ["serve", str(tmp_path)]).exception is None
     assert given["retriever"] is None
 

@@ -83,3 +83,11 @@ def test_ranks_of_very_different_scores_are_exact():
     ranks = CatalogueRanks(users, items[1:2], torch.tensor([1]), torch.empty(2, 0, dtype=torch.int64), 3)
     ranks.add(0, items)
     assert [part.tolist() for part in ranks.result()] == [[1], [0], [[2, 1, 0]]]
+
+
+def test_the_chosen_item_is_no_other_item_of_its_score():
+    """Its vector of another batch may differ in the last bit."""
+    items = torch.tensor([[1.0 + 2.0**-23], [1.0], [0.5]])
+    ranks = CatalogueRanks(torch.ones(1, 1), items[1:2], torch.tensor([0]), torch.empty(2, 0, dtype=torch.int64), 3)
+    ranks.add(0, items)
+    assert [part.tolist() for part in ranks.result()] == [[0], [1], [[0, 1, 2]]]

@@ -9,13 +9,13 @@ import torch
 from persia import Batch, Trainer, TrainerOptions, data
 from persia.errors import ConfigError
 from persia.modes import Sync
+from persia.nn.item_catalogue import TowerFeatures, item_features, user_features
 from persia.nn.models import NextItem
 from persia.nn.pooling import SequenceEmbedding
 from persia.nn.ranking import RankingModel
 from persia.nn.targets import Targets
 from persia.optim import Adagrad
 from persia.schema import DenseFeature, IdFeature, Label, Schema
-from persia.serve.item_catalogue import TowerFeatures, item_features, user_features
 from support.histories import LENGTH, PAIRS, Numbers, events_of, history_schema, made_inputs, sigmoid
 
 DRAWN = 3

@@ -16,6 +16,7 @@ import torch
 
 import persia
 from persia.errors import CheckpointError, ClosedError, DataError
+from persia.nn.item_catalogue import TowerFeatures
 from persia.publish import PublishOptions, follow, publish_checkpoint
 from persia.schema import InputRules, WrittenNumbers, input_rules_of
 from persia.serve import Predictor, Retriever, ServeOptions
@@ -24,7 +25,6 @@ from persia.serve.http.bodies import Bodies
 from persia.serve.http.codecs.codec import ARROW, JSON, MSGPACK
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.openapi import openapi
-from persia.nn.item_catalogue import TowerFeatures
 from persia.serve.item_files import read_items
 from support.served import CODEC
 from support.trained_logs import TOWERS

@@ -16,13 +16,13 @@ import persia
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.errors import ClosedError, DataError
+from persia.nn.item_catalogue import TowerFeatures
 from persia.nn.models import TwoTower
 from persia.publish import PublishOptions
 from persia.schema import IdFeature, Schema
 from persia.serve import Predictor, ServeOptions
 from persia.serve.http.app import create_app
 from persia.serve.http.limits import ServeLimits
-from persia.nn.item_catalogue import TowerFeatures
 from persia.serve.item_files import read_items
 from persia.serve.item_index import ItemIndex
 from persia.serve.retriever import Retriever

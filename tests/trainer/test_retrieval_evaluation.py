@@ -220,7 +220,7 @@ def test_bad_arguments_are_refused(next_items, towers):
         trainer(persia.nn.models.FFNN(CLICKS), CLICKS).evaluate_retrieval([clicks(0)])
     with pytest.raises(ConfigError, match=r"The item has the features item, tags; say which one identifies it"):
         towers.evaluate_retrieval([clicks(0)])
-    with pytest.raises(ConfigError, match=r"The item has the features item, tags, price, but rows of table 'item'"):
+    with pytest.raises(ConfigError, match=r"The item has the features item, tags, price, but a row of table 'item'"):
         towers.evaluate_retrieval([clicks(0)], key="item")
     with pytest.raises(ConfigError, match="'user', whose ids are no items; features of table 'item' are seen"):
         towers.evaluate_retrieval([clicks(0)], key="item", items=catalogue([1]), leave_out=["user"])

@@ -63,11 +63,19 @@ def serve(
     threads: Annotated[
         int | None, typer.Option(help="Threads of the network. Defaults to the cores of the host.", min=1)
     ] = None,
+    retrieve: Annotated[
+        bool,
+        typer.Option(
+            "--retrieve",
+            help="Answer /retrieve with the rows of the item's table, for a model with two towers that reads only the "
+            "id of an item, such as `next_item`. Items that are published later are found, too.",
+        ),
+    ] = False,
     items: Annotated[
         str | None,
         typer.Option(
-            help="Parquet files with the features of the items, as a file, directory, glob or URL. A model with two "
-            "towers then answers /retrieve.",
+            help="Answer /retrieve with the items of these Parquet files, which have their features: a file, "
+            "directory, glob or URL. For any model with two towers.",
             metavar="FILES",
         ),
     ] = None,
@@ -108,17 +116,18 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
-    if item_key is not None and items is None:
-        raise ConfigError("--item-key needs --items, the files with the items.", field="item_key")
-    if items is not None and serving.rows:
+    retrieves = retrieve or items is not None
+    if item_key is not None and not retrieves:
+        raise ConfigError("--item-key needs --items, the files with the items, or --retrieve.", field="item_key")
+    if retrieves and serving.rows:
         raise ConfigError(
-            "--items needs the rows in this process, as row servers do not report which rows have changed; remove "
-            "--rows.",
+            f"{'--retrieve' if items is None else '--items'} needs the rows in this process, as row servers do not "
+            "report which rows have changed; remove --rows.",
             field="items",
         )
     log, shown = get_logger("persia.serve"), without_userinfo(url)
     predictor = Predictor(url, network, serving)
-    retriever = None if items is None else Retriever(predictor, items, key=item_key)
+    retriever = Retriever(predictor, items, key=item_key) if retrieves else None
     run_server(predictor, replace(http, limits=limits), lambda at: log.info("%s serves %s", at.url, shown), retriever)
 
 

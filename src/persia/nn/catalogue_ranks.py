@@ -83,7 +83,7 @@ class CatalogueRanks:
         chosen = self._chosen[part].unsqueeze(1) + 0.0
         places = self._positions[part] - start
         rows = ((places >= 0) & (places < block)).nonzero().squeeze(1)
-        scores[rows, places[rows]] = chosen[rows, 0]  # Summed in another order, it could differ by a bit.
+        scores[rows, places[rows]] = chosen[rows, 0]  # Computed in another batch, it may differ by a bit.
         bounds = torch.tensor([start, start + block], device=scores.device)
         begin, end = torch.searchsorted(self._left_out_items, bounds).tolist()
         users, items = self._left_out_users[begin:end] - part.start, self._left_out_items[begin:end] - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, cast
@@ -21,8 +22,11 @@ __all__ = [
     "CHUNK",
     "Catalogue",
     "CurrentRows",
+    "ItemCatalogue",
+    "RowCatalogue",
     "TowerFeatures",
     "Towers",
+    "check_rows_are_items",
     "item_features",
     "key_of",
     "only",
@@ -38,6 +42,9 @@ class Towers(Protocol):
     """A network of two towers, such as `persia.nn.models.TwoTower` or `NextItem`, in evaluation mode.
 
     The higher the dot product of their vectors, the better an item fits a user.
+
+    Dense features that a tower reads may be declared by `user_columns` and `item_columns`, int64 tensors with columns
+    of `dense`, such as buffers; without them, a tower reads all dense features.
 
     Attributes:
         features: names of the user's and of the item's ID-type features.
@@ -67,8 +74,11 @@ class TowerFeatures(NamedTuple):
 class CurrentRows(Protocol):
     """The current rows of tables. Thread-safe."""
 
-    def read(self, batch: Batch) -> tuple[Tensor, Embeddings]:
-        """Returns dense features `[batch, n]` and embeddings of a batch with all features, on the network's device."""
+    def read(self, batch: Batch, features: Sequence[str]) -> tuple[Tensor, Embeddings]:
+        """Returns dense features `[batch, n]` and embeddings of some ID-type features, on the network's device."""
+
+    def ids(self, table: str) -> NDArray[np.uint64]:
+        """Returns the ids that have a row, uint64 `[n]`, in any order. Needed if all rows of a table are items."""
 
     def found(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Returns whether each id has a row, bool `[n]`."""
@@ -84,7 +94,60 @@ class _Usage(NamedTuple):
     items: NDArray[np.int64]
 
 
-class Catalogue:
+class ItemCatalogue(abc.ABC):
+    """Items, numbered from 0, each identified by an id of a table. Immutable.
+
+    Attributes:
+        features: names of the items' ID-type features.
+        keys: id of each item, uint64 `[items]`.
+        key_table: table of these ids.
+    """
+
+    features: tuple[str, ...]
+    keys: NDArray[np.uint64]
+    key_table: str
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @abc.abstractmethod
+    def batch(self, items: NDArray[np.int64]) -> Batch:
+        """Returns the features of items, int64 `[n]`, as a batch with all features of the schema."""
+
+    @abc.abstractmethod
+    def using(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Returns the numbers of the items that use any of these ids, in any order, possibly with duplicates."""
+
+    def of_keys(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Returns the numbers of the items whose own ids are among these ids of a table."""
+        if table != self.key_table:
+            return np.empty(0, np.int64)
+        items = self.using(table, ids)
+        return items[np.isin(self.keys[items], ids)]
+
+    def unknown(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Returns those of some ids of a table that become items if they have rows, uint64 `[n]`."""
+        return np.empty(0, np.uint64)
+
+    def vectors(
+        self, tower: Tower, rows: CurrentRows, items: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        """Yields numbers of items, and their vectors, float32 `[n, dim]` on the CPU, some thousands at a time.
+
+        Skips items whose id has no row, and items whose vector is not finite.
+        """
+        for start in range(0, len(items), CHUNK):
+            part = items[start : start + CHUNK]
+            part = part[rows.found(self.key_table, self.keys[part])]
+            if not len(part):
+                continue
+            with torch.inference_mode():
+                vectors = tower(*rows.read(self.batch(part), self.features)).float().cpu()
+            finite = vectors.isfinite().all(1)
+            yield part[finite.numpy()], vectors[finite]
+
+
+class Catalogue(ItemCatalogue):
     """Items with their features; an item is identified by an id of one feature.
 
     Args:
@@ -109,10 +172,8 @@ class Catalogue:
         self._rows = Batch.concat([only(schema, batch, features) for batch in batches])
         self.key_table = schema.feature(key).table_name
         self.keys = _keys(self._rows.id_features[key], key)
+        self.features = tuple(features)
         self._table_of = {name: schema.feature(name).table_name for name in features}
-
-    def __len__(self) -> int:
-        return len(self.keys)
 
     @functools.cached_property
     def _usage(self) -> dict[str, _Usage]:
@@ -123,11 +184,11 @@ class Catalogue:
         return {table: _merged_usage(of_table) for table, of_table in parts.items()}
 
     def batch(self, items: NDArray[np.int64]) -> Batch:
-        """Returns the features of items, int64 `[n]`, as a batch with all features of the schema."""
+        """See `ItemCatalogue.batch`."""
         return self._rows.take(items)
 
     def using(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the numbers of the items that use any of these ids, in any order, possibly with duplicates."""
+        """See `ItemCatalogue.using`."""
         usage = self._usage.get(table)
         if usage is None or not len(ids):
             return np.empty(0, np.int64)
@@ -137,29 +198,62 @@ class Catalogue:
         places: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
         return usage.items[places]
 
-    def of_keys(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the numbers of the items whose own ids are among these ids of a table."""
+
+class RowCatalogue(ItemCatalogue):
+    """Items that have no other feature than their id: the rows of a table.
+
+    Args:
+        schema: schema of the model.
+        key: the ID-type feature of the item.
+        ids: distinct ids, uint64 `[n]`.
+    """
+
+    def __init__(self, schema: Schema, key: str, ids: NDArray[np.uint64]) -> None:
+        self.features = (key,)
+        self.keys = ids
+        self.key_table = schema.feature(key).table_name
+        self._schema = schema
+        self._order = np.argsort(ids)
+        self._sorted = ids[self._order]
+
+    def batch(self, items: NDArray[np.int64]) -> Batch:
+        """See `ItemCatalogue.batch`."""
+        rows, (key,) = len(items), self.features
+        dense, labels = np.zeros((rows, self._schema.dense_width), np.float32), np.empty((rows, 0), np.float32)
+        return only(self._schema, Batch({key: IdColumn(self.keys[items])}, dense, labels), self.features)
+
+    def using(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """See `ItemCatalogue.using`."""
         if table != self.key_table:
             return np.empty(0, np.int64)
-        items = self.using(table, ids)
-        return items[np.isin(self.keys[items], ids)]
+        places, known = self._places(ids)
+        return self._order[places[known]]
 
-    def vectors(
-        self, tower: Tower, rows: CurrentRows, items: NDArray[np.int64]
-    ) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yields numbers of items, and their vectors, float32 `[n, dim]` on the CPU, some thousands at a time.
+    def unknown(self, table: str, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """See `ItemCatalogue.unknown`."""
+        return ids[~self._places(ids)[1]] if table == self.key_table else ids[:0]
 
-        Skips items whose id has no row, and items whose vector is not finite.
-        """
-        for start in range(0, len(items), CHUNK):
-            part = items[start : start + CHUNK]
-            part = part[rows.found(self.key_table, self.keys[part])]
-            if not len(part):
-                continue
-            with torch.inference_mode():
-                vectors = tower(*rows.read(self.batch(part))).float().cpu()
-            finite = vectors.isfinite().all(1)
-            yield part[finite.numpy()], vectors[finite]
+    def _places(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Returns places in the sorted ids, and whether they have the id, both `[n]`."""
+        if not len(self):
+            return np.zeros(len(ids), np.int64), np.zeros(len(ids), np.bool_)
+        places = np.minimum(np.searchsorted(self._sorted, ids), len(self) - 1)
+        return places, self._sorted[places] == ids
+
+    def with_ids(self, ids: NDArray[np.uint64]) -> RowCatalogue:
+        """Returns these items, with the same numbers, and new ones behind."""
+        return RowCatalogue(self._schema, self.features[0], np.concatenate([self.keys, ids]))
+
+
+def check_rows_are_items(towers: Towers, schema: Schema, key: str) -> None:
+    """Raises ConfigError unless the model reads nothing of an item but its id, so that each row of a table is one."""
+    features = item_features(towers, schema)
+    if features.ids != (key,) or features.dense or schema.feature(key).pooling is None:
+        raise ConfigError(
+            f"The item has the features {', '.join((*features.ids, *features.dense))}, but a row of table "
+            f"{schema.feature(key).table_name!r} says one id only; give `items`, with the features of each.",
+            field="items",
+        )
 
 
 def towers_of(model: torch.nn.Module | Towers) -> Towers:
@@ -200,24 +294,23 @@ def key_of(features: Sequence[str], key: str | None) -> str:
 
 def user_features(towers: Towers, schema: Schema) -> TowerFeatures:
     """Returns the features of the user's tower."""
-    return TowerFeatures(tuple(towers.features[0]), _dense(towers, "user", schema))
+    return TowerFeatures(tuple(towers.features[0]), _dense(towers, "user_columns", schema))
 
 
 def item_features(towers: Towers, schema: Schema) -> TowerFeatures:
     """Returns the features of the item's tower."""
-    return TowerFeatures(tuple(towers.features[1]), _dense(towers, "item", schema))
+    return TowerFeatures(tuple(towers.features[1]), _dense(towers, "item_columns", schema))
 
 
-def _dense(towers: Towers, part: str, schema: Schema) -> tuple[str, ...]:
-    """Returns the dense features of a tower: those of its columns or names, or all features if it declares neither."""
-    positions = getattr(towers, f"{part}_columns", None)
-    if positions is not None:
-        read = set(positions.tolist())
-        return tuple(
-            name for name, place in schema.dense_slices.items() if not read.isdisjoint(range(place.start, place.stop))
-        )
-    names = getattr(towers, f"{part}_features", schema.dense_names)
-    return tuple(name for name in schema.dense_names if name in names)
+def _dense(towers: Towers, columns: str, schema: Schema) -> tuple[str, ...]:
+    """Returns the dense features of a tower: the features of its columns, or all features if it declares none."""
+    positions = getattr(towers, columns, None)
+    if positions is None:
+        return schema.dense_names
+    read = set(positions.tolist())
+    return tuple(
+        name for name, place in schema.dense_slices.items() if not read.isdisjoint(range(place.start, place.stop))
+    )
 
 
 def only(schema: Schema, batch: Batch, features: Sequence[str]) -> Batch:

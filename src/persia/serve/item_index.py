@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from persia.batching.batch import Batch
 from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain_fields
 from persia.errors import ConfigError, DataError, MissingExtraError
-from persia.nn.item_catalogue import Catalogue, CurrentRows, Towers, key_of, only, towers_of
+from persia.nn.item_catalogue import (
+    Catalogue,
+    CurrentRows,
+    ItemCatalogue,
+    RowCatalogue,
+    Towers,
+    check_rows_are_items,
+    key_of,
+    only,
+    towers_of,
+)
 from persia.schema import Schema
 from persia.telemetry.logs import get_logger
 
@@ -109,6 +119,8 @@ class ItemIndex:
         model: network of two towers in evaluation mode, such as `persia.nn.models.TwoTower`.
         schema: its input.
         items: the catalogue: rows with the item's features, as one batch or several. A user's features may be left out.
+            None if the id is all that the model reads of an item: then each row of the item's table is one, and rows
+            that are added later become items.
         rows: source of the rows.
         key: ID-type feature whose id identifies the item; by default the item's only one.
         options: precision and effort of the search.
@@ -124,7 +136,7 @@ class ItemIndex:
         self,
         model: torch.nn.Module | Towers,
         schema: Schema,
-        items: Batch | Iterable[Batch],
+        items: Batch | Iterable[Batch] | None,
         rows: CurrentRows,
         *,
         key: str | None = None,
@@ -143,7 +155,8 @@ class ItemIndex:
         self._schema = schema
         self._rows = rows
         self._options = options or IndexOptions()
-        self._catalogue = Catalogue(schema, features, items, key)
+        self._catalogue: ItemCatalogue = _catalogue(towers, schema, items, rows, key)
+        self._catalogue.using(self._catalogue.key_table, np.empty(0, np.uint64))  # Sorts it before changes come.
         self._lock = threading.Lock()  # Guards the masks of changes, and replacement of the state.
         self._building = threading.Lock()  # One graph is built at a time.
         self._refreshing = threading.Lock()
@@ -151,6 +164,10 @@ class ItemIndex:
         """Items whose vectors must be recomputed."""
         self._dirty_in_build: NDArray[np.bool_] | None = None
         """Items whose vectors must be recomputed in the state that is being built."""
+        self._arrived: list[NDArray[np.uint64]] = []
+        """Ids that become items."""
+        self._listed = True
+        """Whether changes since the catalogue was made are known by id."""
         self._state = self._built(towers, step)
 
     def __len__(self) -> int:
@@ -170,8 +187,8 @@ class ItemIndex:
 
     @property
     def waiting(self) -> int:
-        """Number of items whose vectors must be recomputed."""
-        return int(np.count_nonzero(self._dirty))
+        """Number of items whose vectors must be computed."""
+        return int(np.count_nonzero(self._dirty)) + sum(map(len, list(self._arrived)))
 
     # --- changes ------------------------------------------------------------------------------------------------
 
@@ -187,7 +204,10 @@ class ItemIndex:
         """
         changed = [self._catalogue.using(table, part) for part in (ids, removed)]
         gone = self._catalogue.of_keys(table, np.setdiff1d(removed, ids))
+        arrived = self._catalogue.unknown(table, ids)
         with self._lock:
+            if len(arrived):
+                self._arrived.append(arrived)
             for mask in (self._dirty, self._dirty_in_build):
                 if mask is not None:
                     for items in changed:
@@ -197,6 +217,7 @@ class ItemIndex:
     def note_all(self) -> None:
         """Records that any row may have changed. Does not block."""
         with self._lock:
+            self._listed = not isinstance(self._catalogue, RowCatalogue)
             self._dirty[:] = True
             if self._dirty_in_build is not None:
                 self._dirty_in_build[:] = True
@@ -208,6 +229,7 @@ class ItemIndex:
             The number of items whose rows had changed.
         """
         with self._refreshing:
+            self._grow()
             with self._lock:
                 before, items = self._state, np.flatnonzero(self._dirty)
                 self._dirty[:] = False
@@ -223,6 +245,35 @@ class ItemIndex:
                 if self._state is before:  # Otherwise the state that was built meanwhile has these changes.
                     self._exchange(after, items)
         return len(items)
+
+    def _grow(self) -> None:
+        """Adds the ids that have arrived to the catalogue. Their vectors are to be computed."""
+        catalogue = self._catalogue
+        if not isinstance(catalogue, RowCatalogue):
+            return
+        table = catalogue.key_table
+        with self._lock:
+            parts, listed = self._arrived, self._listed
+            self._arrived, self._listed = [], True
+        try:
+            ids = np.unique(
+                np.concatenate([np.empty(0, np.uint64), *parts, *([] if listed else [self._rows.ids(table)])])
+            )
+        except BaseException:
+            with self._lock:
+                self._arrived, self._listed = parts + self._arrived, False
+            raise
+        new = catalogue.unknown(table, ids)
+        if not len(new):
+            return
+        catalogue = catalogue.with_ids(new)
+        # An id may arrive twice: a change that is noted with the earlier catalogue is in the rows by now.
+        with self._lock:
+            self._catalogue = catalogue
+            self._dirty = _padded(self._dirty, len(catalogue), True)
+            if self._dirty_in_build is not None:
+                self._dirty_in_build = _padded(self._dirty_in_build, len(catalogue), True)
+            self._state = _padded_state(self._state, len(catalogue))
 
     def load(self, model: torch.nn.Module | Towers, step: int) -> None:
         """Computes all vectors with a version of the network, then replaces the old ones atomically. Blocks.
@@ -262,6 +313,7 @@ class ItemIndex:
 
     def _exchange(self, state: _State, items: NDArray[np.int64]) -> None:
         """Makes a state the current one. Its data of these items are newer than recorded removals."""
+        state = _padded_state(state, len(self._catalogue))
         gone = self._state.gone.copy()
         gone[items] &= self._dirty[items]
         self._state = dataclasses.replace(state, gone=gone)
@@ -269,11 +321,12 @@ class ItemIndex:
     def _built(self, towers: Towers, step: int) -> _State:
         from usearch.index import Index
 
-        options, count = self._options, len(self._catalogue)
+        options, catalogue = self._options, self._catalogue
+        count = len(catalogue)
         hidden = np.ones(count, np.bool_)
         graph: Index | None = None
         dim = 1
-        for items, vectors in self._catalogue.vectors(towers.items, self._rows, np.arange(count)):
+        for items, vectors in catalogue.vectors(towers.items, self._rows, np.arange(count)):
             if graph is None:
                 dim = vectors.shape[1]
                 graph = Index(
@@ -293,6 +346,7 @@ class ItemIndex:
 
     def _updated(self, state: _State, items: NDArray[np.int64]) -> _State:
         """Returns a state with the current vectors of these items."""
+        state = _padded_state(state, len(self._catalogue))
         hidden = state.hidden.copy()
         hidden[items] = True
         stays = ~np.isin(state.fresh, items)
@@ -324,7 +378,7 @@ class ItemIndex:
         state = self._state
         batch = only(self._schema, users, state.towers.features[0])
         with torch.inference_mode():
-            queries = state.towers.users(*self._rows.read(batch)).float().cpu().numpy()
+            queries = state.towers.users(*self._rows.read(batch, state.towers.features[0])).float().cpu().numpy()
         if not np.isfinite(queries).all():
             raise DataError("The vector of a user is not finite; check the dense features of the batch.")
         fresh_scores = (
@@ -359,3 +413,24 @@ class ItemIndex:
             if count == size or (scores > -np.inf).sum(1).min() >= k:
                 return items, scores
             count *= 2  # Some were hidden.
+
+
+def _catalogue(
+    towers: Towers, schema: Schema, items: Batch | Iterable[Batch] | None, rows: CurrentRows, key: str
+) -> ItemCatalogue:
+    if items is not None:
+        return Catalogue(schema, towers.features[1], items, key)
+    check_rows_are_items(towers, schema, key)
+    return RowCatalogue(schema, key, rows.ids(schema.feature(key).table_name))
+
+
+def _padded(mask: NDArray[np.bool_], count: int, value: bool) -> NDArray[np.bool_]:
+    """Returns a mask with a value for each of `count` items, of which the last ones are new."""
+    return mask if len(mask) == count else np.concatenate([mask, np.full(count - len(mask), value)])
+
+
+def _padded_state(state: _State, count: int) -> _State:
+    """Returns a state of `count` items, of which new ones are not in the graph."""
+    if len(state.gone) == count:
+        return state
+    return dataclasses.replace(state, hidden=_padded(state.hidden, count, True), gone=_padded(state.gone, count, False))

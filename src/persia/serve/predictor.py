@@ -23,6 +23,7 @@ from persia.serve.network_builder import ModelSource
 from persia.serve.options import ServeOptions, ServeState
 from persia.serve.polling import LogPoller
 from persia.serve.ranking import rank
+from persia.serve.row_sources import LocalRows
 from persia.serve.table_embeddings import TableEmbeddings
 from persia.serve.view_updater import ChangeListener, ViewUpdater
 from persia.serve.views import View
@@ -276,13 +277,30 @@ class Predictor:
         """Returns the result of `embeddings`, with step and epoch of the rows. Raises as `embeddings` does."""
         view = self._view()
         step = min(view.rows.steps().values())  # Before the lookup: rows may be updated meanwhile.
-        tables = view.schema.resolved_tables()
-        if table not in tables:
-            raise ConfigError(f"There is no table {table!r}; the schema has {', '.join(tables)}.", field="table")
+        self._check_table(view, table)
         ids = np.ascontiguousarray(ids, np.uint64).reshape(-1)
         with view.in_use():
             found, rows = view.rows.lookup(Packed([table], [len(ids)], ids))
         return TableEmbeddings(found[table], rows[table], step, view.epoch)
+
+    def ids(self, table: str) -> Ids:
+        """Returns the ids that have a row now, uint64 `[n]`, in any order.
+
+        Args:
+            table: name of the table.
+
+        Raises:
+            ConfigError: there is no such table, or the rows are at row servers, which do not list them.
+            ClosedError: the predictor has not started, or is closed.
+        """
+        view = self._view()
+        self._check_table(view, table)
+        if not isinstance(view.rows, LocalRows):
+            raise ConfigError(
+                "Row servers do not list their ids; start a predictor without ServeOptions.rows for it.", field="rows"
+            )
+        with view.in_use():
+            return view.rows.ids(table)
 
     def rank(self, user: Batch, items: Batch) -> Prediction:
         """Returns the predictions for one user with each of many items: rank by `scores`. Blocks for the computation.
@@ -350,6 +368,11 @@ class Predictor:
         if view is None:
             raise self._closed()
         return view
+
+    def _check_table(self, view: View, table: str) -> None:
+        tables = view.schema.resolved_tables()
+        if table not in tables:
+            raise ConfigError(f"There is no table {table!r}; the schema has {', '.join(tables)}.", field="table")
 
     def _closed(self) -> ClosedError:
         state = "is closed" if self._stop.is_set() else "has not started; call start(), or use it in a with statement"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -56,13 +56,18 @@ class _ServedRows:
         self._predictor = predictor
         self._stop = stop
 
-    def read(self, batch: Batch) -> tuple[Tensor, Embeddings]:
+    def read(self, batch: Batch, features: Sequence[str]) -> tuple[Tensor, Embeddings]:
         if self._stop.is_set():
             raise ClosedError("The retriever is closed.")
         view = self._predictor.current()
+        # Features that are not pooled would be zeros for thousands of items.
+        part = Batch({name: batch.id_features[name] for name in features}, batch.dense, batch.labels)
         with view.in_use():
-            dense, _, embeddings = view.readers.whole.read(batch, view.rows)
+            dense, _, embeddings = view.readers.of(features).read(part, view.rows)
         return dense, embeddings
+
+    def ids(self, table: str) -> Ids:
+        return self._predictor.ids(table)
 
     def found(self, table: str, ids: Ids) -> NDArray[np.bool_]:
         return self._predictor.embeddings(table, ids)[0]
@@ -80,7 +85,8 @@ class Retriever:
 
     Args:
         predictor: predictor, started before and closed after this. Its network is a `TwoTower`, or has such towers.
-        items: the catalogue; see `ItemIndex`. Or the path or URL of Parquet files with the items' features.
+        items: the catalogue; see `ItemIndex`. Or the path or URL of Parquet files with the items' features. None if
+            each row of the item's table is an item: items that are published later can be found, too.
         key: ID-type feature that identifies an item; see `ItemIndex`.
         options: options of the index.
         seconds: interval of polling for changes.
@@ -89,7 +95,7 @@ class Retriever:
     def __init__(
         self,
         predictor: Predictor,
-        items: Batch | Iterable[Batch] | str | os.PathLike[str],
+        items: Batch | Iterable[Batch] | str | os.PathLike[str] | None = None,
         *,
         key: str | None = None,
         options: IndexOptions | None = None,

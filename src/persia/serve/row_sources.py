@@ -10,7 +10,7 @@ import numpy as np
 from persia import batching
 from persia.services import FoundRows
 from persia.store.served import ServedTable, lookup_packed
-from persia.types import BucketMap, Int64Array, Packed
+from persia.types import BucketMap, Ids, Int64Array, Packed
 
 __all__ = ["LocalRows", "RowLookup", "Rows", "ServerRows"]
 
@@ -102,6 +102,10 @@ class LocalRows:
         tables = [tables[name] for name in ids.names for tables in self._tables]
         counts: list[int] = np.diff(bounds).reshape(-1).tolist()
         lookup_packed(tables, counts, ids.buffer, rows.buffer)
+
+    def ids(self, table: str) -> Ids:
+        """Returns the ids that have a row in a table, uint64 `[n]`, in any order."""
+        return np.concatenate([tables[table].ids() for tables in self._tables])
 
     def lookup(self, ids: Packed[np.uint64]) -> FoundRows:
         """See `RowLookup`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -22,7 +21,16 @@ from persia.metrics.checks import check_cutoffs
 from persia.nn.catalogue_ranks import CatalogueRanks
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.nn.item_catalogue import CHUNK, Catalogue, Towers, item_features, key_of, only, towers_of
+from persia.nn.item_catalogue import (
+    CHUNK,
+    Catalogue,
+    RowCatalogue,
+    Towers,
+    check_rows_are_items,
+    key_of,
+    only,
+    towers_of,
+)
 from persia.nn.row_access import RowAccess
 from persia.schema import IdFeature, Schema
 from persia.trainer.evaluation import Evaluator
@@ -110,26 +118,19 @@ class RetrievalEvaluator:
 
     def _items(self, towers: Towers, key: str, items: Batch | Iterable[Batch] | None) -> _Items:
         """Returns the items that compete."""
-        schema, features = self._embeddings.schema, towers.features[1]
+        schema = self._embeddings.schema
         table = schema.feature(key).table_name
         if items is not None:
-            catalogue = Catalogue(schema, features, items, key)
-            parts = [catalogue.keys[at : at + CHECKED] for at in range(0, len(catalogue), CHECKED)]
+            given = Catalogue(schema, towers.features[1], items, key)
+            parts = [given.keys[at : at + CHECKED] for at in range(0, len(given), CHECKED)]
             found = np.concatenate([self._rows.contains({table: ids})[table] for ids in parts])
-            order = np.argsort(catalogue.keys, kind="stable")
+            order = np.argsort(given.keys, kind="stable")
             order = order[found[order]]
-            competing = _Items(catalogue.keys[order], lambda part: catalogue.batch(order[part]))
+            competing = _Items(given.keys[order], lambda part: given.batch(order[part]))
         else:
-            dense = item_features(towers, schema).dense
-            if features != (key,) or dense or schema.feature(key).pooling is None:
-                read = ", ".join((*features, *dense))
-                raise ConfigError(
-                    f"The item has the features {read}, but rows of table {table!r} say one id only; give `items`, "
-                    "batches with a row for each item.",
-                    field="items",
-                )
-            ids = self._rows.all_ids(table)
-            competing = _Items(ids, functools.partial(_of_ids, schema, key, ids))
+            check_rows_are_items(towers, schema, key)
+            catalogue = RowCatalogue(schema, key, self._rows.all_ids(table))
+            competing = _Items(catalogue.keys, catalogue.batch)
         if not len(competing):
             raise DataError(
                 f"No item has a row in table {table!r}, so there is nothing to retrieve; train first, or load a "
@@ -284,13 +285,6 @@ def _rows_at_a_time(schema: Schema) -> int:
     dims = {name: table.dim for name, table in schema.resolved_tables().items()}
     width = sum(dims[f.table_name] * (f.max_length or 1) for f in schema.id_features if f.pooling is None)
     return max(1, min(CHUNK, PADDING_FLOATS // max(1, width)))
-
-
-def _of_ids(schema: Schema, key: str, ids: Ids, positions: Int64Array) -> Batch:
-    """Returns items that have one feature only, the id."""
-    rows = len(positions)
-    dense, labels = np.zeros((rows, schema.dense_width), np.float32), np.empty((rows, 0), np.float32)
-    return only(schema, Batch({key: IdColumn(ids[positions])}, dense, labels), [key])
 
 
 def _pairs(items: _Items, parts: Sequence[_Users]) -> Int64Array:
