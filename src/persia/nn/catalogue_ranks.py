@@ -9,8 +9,11 @@ from torch import Tensor
 
 __all__ = ["CatalogueRanks", "Ranks"]
 
-SCORES = 1 << 22
-"""Maximum number of scores that are in memory at a time, at 16 bytes each."""
+SCORES = 1 << 19
+"""Maximum number of scores at a time on a CPU, at 16 bytes each: they stay in its cache."""
+
+DEVICE_SCORES = 1 << 22
+"""The same on other devices, where many small operations would take longer."""
 
 LOW_WORD = (1 << 32) - 1
 
@@ -38,7 +41,8 @@ class CatalogueRanks:
     of any size and in any order. Not thread-safe.
 
     Cost: `2 * users * items * dim` operations in float64. Memory: `12 * dim + 8 * k + 24` bytes for each user, 8 for
-    each left-out pair, `8 * dim` for each item of a block, and 64 MiB of scores. All of it is on the device of `users`.
+    each left-out pair, `8 * dim` for each item of a block, and 8 MiB of scores, 64 MiB on a GPU. All of it is on the
+    device of `users`.
 
     Args:
         users: vectors of users, float32 `[users, dim]`, finite.
@@ -72,7 +76,7 @@ class CatalogueRanks:
         if not len(items):
             return
         vectors = items.to(self._users.device).double().T
-        users = max(1, SCORES // len(items))
+        users = max(1, (SCORES if vectors.device.type == "cpu" else DEVICE_SCORES) // len(items))
         for first in range(0, len(self._users), users):
             self._add(start, vectors, slice(first, first + users))
 
@@ -89,8 +93,8 @@ class CatalogueRanks:
         users, items = self._left_out_users[begin:end] - part.start, self._left_out_items[begin:end] - start
         here = (users >= 0) & (users < len(scores))
         scores[users[here], items[here]] = -torch.inf
-        self._above[part] += (scores > chosen).sum(1)
-        self._equal[part] += (scores == chosen).sum(1)
+        self._above[part] += torch.count_nonzero(scores > chosen, 1)
+        self._equal[part] += torch.count_nonzero(scores == chosen, 1)
         self._equal[part][rows] -= 1
         if self._best.shape[1]:
             self._keep(start, scores, part)

@@ -81,8 +81,8 @@ class Scoring:
 
         Cost: `2 * samples * items * dim` operations in float64, on the network's device, and one lookup of all items
         for each 65,536 samples. Memory: for each of these samples 16 bytes per dimension, 8 per k and 16 per left-out
-        id; 8 bytes for each item, or its features if `items` are given; 64 MiB of scores. Several NN workers score the
-        batches in turn, and all return the metrics of all.
+        id; 8 bytes for each item, or its features if `items` are given; at most 64 MiB of scores. Several NN workers
+        score the batches in turn, and all return the metrics of all.
 
         Args:
             data: batches; samples whose first label is above 0 count, weighted by it and by `Schema.sample_weight`. All
