@@ -1,6 +1,8 @@
 // The hot loops of a shard: lookups and updates of the rows of a request.
 #include <algorithm>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "persia/memory.hpp"
 #include "persia/push_log.hpp"
@@ -111,10 +113,10 @@ void Shard::begin() {
   memory_.tick();
 }
 
-Shard::Deferred Shard::lookup(Shards shards, const Slice& slice, float* out, bool train, std::uint8_t* found) {
+Shard::Deferred Shard::lookup(const ShardLocks& locks, const Slice& slice, float* out, bool train,
+                              std::uint8_t* found) {
+  const Shards shards = locks.shards();
   Deferred deferred{shards, slice.ids, out, found, {}, {}};
-  if (slice.count == 0) return deferred;
-  const ShardLocks locks(shards);
   const bool tiered = shards[0]->tier_ != nullptr;
   if (tiered) deferred.fetched.resize(shards.size());
   Deferred* const later = tiered ? &deferred : nullptr;
@@ -132,9 +134,21 @@ void Shard::fetch(std::span<Deferred> deferred) {
   FetchedRecords::read(pending);
 }
 
-void Shard::lookup_deferred(const Deferred& deferred, bool train) {
-  const Shards shards = deferred.shards;
-  const ShardLocks locks(shards);
+std::vector<Shard::Deferred> Shard::by_shard(Deferred&& deferred) {
+  std::vector<Deferred> parts;
+  for (std::size_t s = 0; s < deferred.shards.size(); ++s) {
+    parts.push_back({deferred.shards.subspan(s, 1), deferred.ids, deferred.out, deferred.found, {}, {}});
+    parts.back().fetched.push_back(std::move(deferred.fetched[s]));
+  }
+  for (const std::uint32_t position : deferred.positions) {
+    parts[shard_of_hash(hash_id(deferred.ids[position]), parts.size())].positions.push_back(position);
+  }
+  std::erase_if(parts, [](const Deferred& part) { return part.positions.empty(); });
+  return parts;
+}
+
+void Shard::lookup_deferred(const ShardLocks& locks, const Deferred& deferred, bool train) {
+  const Shards shards = locks.shards();
   for (std::size_t s = 0; s < shards.size(); ++s) shards[s]->tier_->use(deferred.fetched[s]);
   const Slice slice{deferred.ids, deferred.positions.data(), deferred.positions.size()};
   float* const out = deferred.out;
@@ -207,9 +221,8 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out, Deferred
   });
 }
 
-void Shard::last_steps(Shards shards, const Slice& slice, std::uint32_t* out) {
-  if (slice.count == 0) return;
-  const ShardLocks locks(shards);
+void Shard::last_steps(const ShardLocks& locks, const Slice& slice, std::uint32_t* out) {
+  const Shards shards = locks.shards();
   Pipeline::run(shards, slice, {sizeof(RowHeader), true},
                 [&](std::size_t i, const Pipeline::Group& group, std::size_t lane) {
                   Shard& shard = *group.shard[lane];
@@ -242,10 +255,9 @@ void Shard::end_push(const Push& push) {
   }
 }
 
-PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
+PushCounts Shard::update(const ShardLocks& locks, const Slice& slice, const Push& push) {
+  const Shards shards = locks.shards();
   PushCounts counts;
-  if (slice.count == 0) return counts;
-  const ShardLocks locks(shards);
   const std::size_t dim = shards[0]->memory_.store.dim();
   const std::size_t bytes = std::min(shards[0]->memory_.store.stride(), kMaxPrefetch);
   float* const before = shards[0]->before_.data();  // One for all shards stays in L1.

@@ -98,8 +98,27 @@ class Store::Scratch {
     Slice slice;
     Shard::Shards shards;
   };
+  std::vector<const Table*> tables;  // of the requests
   std::vector<Grouping> groupings;
   std::vector<Item> items;
+  std::vector<Item> busy;  // those that found a lock taken
+
+  // Groups the ids of a request by shard.
+  void group(std::size_t r, const std::uint64_t* ids, std::size_t count) {
+    groupings[r].build(ids, count, static_cast<std::uint32_t>(tables[r]->all.size()));
+  }
+  // Adds a request as it is.
+  void add_whole(std::size_t r, const std::uint64_t* ids, std::size_t count) {
+    if (count > 0) items.push_back({r, {ids, nullptr, count}, tables[r]->all});
+  }
+  // Adds the parts of a grouped request.
+  void add_shards(std::size_t r, const std::uint64_t* ids) {
+    const Shard::Shards all = tables[r]->all;
+    for (std::size_t s = 0; s < all.size(); ++s) {
+      const Slice slice = groupings[r].slice(ids, s);
+      if (slice.count > 0) items.push_back({r, slice, all.subspan(s, 1)});
+    }
+  }
 };
 
 Store::Store(ThreadPool& pool) : pool_(&pool), owner_(getpid()) {}
@@ -163,46 +182,87 @@ void Store::give_scratch(std::unique_ptr<Scratch> scratch) {
   scratch_.push_back(std::move(scratch));
 }
 
+void Store::run(bool parallel, std::size_t count, const Work& work) {
+  if (parallel) return pool_->parallel_for(count, work);
+  for (std::size_t i = 0; i < count; ++i) work(i);
+}
+
 template <class Request, class Body>
-void Store::for_each_part(std::span<const Request> requests, Parts parts, Body&& body) {
+void Store::for_each_part(std::span<const Request> requests, Body&& body) {
   std::vector<bool> seen;
   std::size_t total = 0;
+  auto scratch = take_scratch();
+  auto& tables = scratch->tables;
+  auto& items = scratch->items;
+  auto& busy = scratch->busy;
+  tables.clear();
   for (const auto& request : requests) {
-    checked(request.table, request.count, seen);
+    tables.push_back(&checked(request.table, request.count, seen));
     total += request.count;
   }
-  const std::size_t threads = total < kSerial ? 1 : pool_->threads();
-  const auto run = [&](std::size_t count, const std::function<void(std::size_t)>& work) {
-    if (threads > 1) return pool_->parallel_for(count, work);
-    for (std::size_t i = 0; i < count; ++i) work(i);
-  };
+  const bool parallel = total >= kSerial && pool_->threads() > 1;
   // The order of the request is the best one for the caches, and costs no grouping; but all threads shall have work.
   const auto split = [&](std::size_t r) {
-    if (parts == Parts::kShards) return true;
-    return threads > 1 && table(requests[r].table).all.size() > 1 && requests[r].count * threads * 2 > total;
+    return parallel && tables[r]->all.size() > 1 && requests[r].count * pool_->threads() * 2 > total;
   };
-  auto scratch = take_scratch();
   if (scratch->groupings.size() < requests.size()) scratch->groupings.resize(requests.size());
-  run(requests.size(), [&](std::size_t r) {
-    if (!split(r)) return;
-    const auto shards = static_cast<std::uint32_t>(table(requests[r].table).all.size());
-    scratch->groupings[r].build(requests[r].ids, requests[r].count, shards);
+  run(parallel, requests.size(), [&](std::size_t r) {
+    if (split(r)) scratch->group(r, requests[r].ids, requests[r].count);
   });
-  scratch->items.clear();
+  items.clear();
   for (std::size_t r = 0; r < requests.size(); ++r) {
-    const Shard::Shards all = table(requests[r].table).all;
-    if (!split(r)) {
-      scratch->items.push_back({r, {requests[r].ids, nullptr, requests[r].count}, all});
-      continue;
-    }
-    for (std::size_t s = 0; s < all.size(); ++s) {
-      const Slice slice = scratch->groupings[r].slice(requests[r].ids, s);
-      if (slice.count > 0) scratch->items.push_back({r, slice, all.subspan(s, 1)});
+    if (split(r)) {
+      scratch->add_shards(r, requests[r].ids);
+    } else {
+      scratch->add_whole(r, requests[r].ids, requests[r].count);
     }
   }
-  run(scratch->items.size(), [&](std::size_t i) {
-    const auto& item = scratch->items[i];
-    body(item.request, item.slice, item.shards);
+  std::mutex mutex;
+  // Processes the items whose shards are free; the others remain in `busy`.
+  const auto process_free = [&] {
+    busy.clear();
+    run(parallel, items.size(), [&](std::size_t i) {
+      const Scratch::Item& item = items[i];
+      {
+        const Shard::ShardLocks locks(item.shards, std::try_to_lock);
+        if (locks.held()) return body(item.request, item.slice, locks);
+      }
+      const std::lock_guard lock(mutex);
+      busy.push_back(item);
+    });
+  };
+  process_free();
+  if (!busy.empty()) {
+    items.clear();
+    for (const Scratch::Item& item : busy) {
+      if (item.shards.size() == 1) {
+        items.push_back(item);
+        continue;
+      }
+      const Request& request = requests[item.request];
+      scratch->group(item.request, request.ids, request.count);
+      scratch->add_shards(item.request, request.ids);
+    }
+    process_free();
+    run(parallel, busy.size(), [&](std::size_t i) {
+      const Scratch::Item& item = busy[i];
+      const Shard::ShardLocks locks(item.shards);
+      body(item.request, item.slice, locks);
+    });
+  }
+  give_scratch(std::move(scratch));
+}
+
+template <class Body>
+void Store::for_each_shard(std::size_t index, const std::uint64_t* ids, std::size_t count, Body&& body) {
+  std::vector<bool> seen;
+  const Table& t = checked(index, count, seen);
+  auto scratch = take_scratch();
+  if (scratch->groupings.empty()) scratch->groupings.resize(1);
+  Grouping& grouping = scratch->groupings[0];
+  grouping.build(ids, count, static_cast<std::uint32_t>(t.all.size()));
+  run(count >= kSerial, t.all.size(), [&](std::size_t s) {
+    if (const Slice slice = grouping.slice(ids, s); slice.count > 0) body(slice, *t.all[s]);
   });
   give_scratch(std::move(scratch));
 }
@@ -211,15 +271,24 @@ void Store::lookup(std::span<const LookupRequest> requests, bool train) {
   check_process();
   std::mutex mutex;
   std::vector<Shard::Deferred> deferred;
-  for_each_part(requests, Parts::kAny, [&](std::size_t r, const Slice& slice, Shard::Shards shards) {
-    Shard::Deferred left = Shard::lookup(shards, slice, requests[r].out, train, requests[r].found);
+  for_each_part(requests, [&](std::size_t r, const Slice& slice, const Shard::ShardLocks& locks) {
+    Shard::Deferred left = Shard::lookup(locks, slice, requests[r].out, train, requests[r].found);
     if (left.positions.empty()) return;
     const std::lock_guard lock(mutex);
     deferred.push_back(std::move(left));
   });
   if (deferred.empty()) return;
   Shard::fetch(deferred);
-  pool_->parallel_for(deferred.size(), [&](std::size_t i) { Shard::lookup_deferred(deferred[i], train); });
+  pool_->parallel_for(deferred.size(), [&](std::size_t i) {
+    {
+      const Shard::ShardLocks locks(deferred[i].shards, std::try_to_lock);
+      if (locks.held()) return Shard::lookup_deferred(locks, deferred[i], train);
+    }
+    for (const Shard::Deferred& part : Shard::by_shard(std::move(deferred[i]))) {
+      const Shard::ShardLocks locks(part.shards);
+      Shard::lookup_deferred(locks, part, train);
+    }
+  });
 }
 
 std::vector<PushCounts> Store::update(std::span<const UpdateRequest> requests, std::uint32_t step, std::uint64_t client,
@@ -232,8 +301,8 @@ std::vector<PushCounts> Store::update(std::span<const UpdateRequest> requests, s
   }
   std::vector<PushCounts> counts(requests.size());
   std::mutex mutex;
-  for_each_part(requests, Parts::kAny, [&](std::size_t r, const Slice& slice, Shard::Shards shards) {
-    const auto done = Shard::update(shards, slice, {requests[r].gradients, requests[r].lr, step, client, sequence});
+  for_each_part(requests, [&](std::size_t r, const Slice& slice, const Shard::ShardLocks& locks) {
+    const auto done = Shard::update(locks, slice, {requests[r].gradients, requests[r].lr, step, client, sequence});
     const std::lock_guard lock(mutex);
     counts[r] += done;
   });
@@ -251,8 +320,9 @@ void Store::keep_last_steps(std::size_t index) {
 void Store::last_steps(std::size_t index, std::span<const std::uint64_t> ids, std::uint32_t* out) {
   check_process();
   const UpdateRequest request{index, ids.data(), ids.size(), nullptr, 0.0f};
-  for_each_part(std::span(&request, 1), Parts::kAny,
-                [&](std::size_t, const Slice& slice, Shard::Shards shards) { Shard::last_steps(shards, slice, out); });
+  for_each_part(std::span(&request, 1), [&](std::size_t, const Slice& slice, const Shard::ShardLocks& locks) {
+    Shard::last_steps(locks, slice, out);
+  });
 }
 
 RowBatch Store::peek(std::size_t index, std::span<const std::uint64_t> ids, std::uint8_t* found) {
@@ -264,23 +334,19 @@ RowBatch Store::peek(std::size_t index, std::span<const std::uint64_t> ids, std:
   rows.update_counts.resize(ids.size());
   rows.last_steps.resize(ids.size());
   rows.stamps.resize(ids.size());
-  const UpdateRequest request{index, ids.data(), ids.size(), nullptr, 0.0f};
-  for_each_part(std::span(&request, 1), Parts::kShards,
-                [&](std::size_t, const Slice& slice, Shard::Shards one) { one[0]->peek(slice, found, rows); });
+  for_each_shard(index, ids.data(), ids.size(),
+                 [&](const Slice& slice, Shard& shard) { shard.peek(slice, found, rows); });
   return rows;
 }
 
 void Store::import_rows(std::size_t index, std::size_t count, const RowView& rows) {
-  const UpdateRequest request{index, rows.ids, count, nullptr, 0.0f};
-  for_each_part(std::span(&request, 1), Parts::kShards,
-                [&](std::size_t, const Slice& slice, Shard::Shards one) { one[0]->import_rows(slice, rows); });
+  for_each_shard(index, rows.ids, count, [&](const Slice& slice, Shard& shard) { shard.import_rows(slice, rows); });
 }
 
 std::uint64_t Store::remove_rows(std::size_t index, std::span<const std::uint64_t> ids) {
-  const UpdateRequest request{index, ids.data(), ids.size(), nullptr, 0.0f};
   std::atomic<std::uint64_t> removed = 0;
-  for_each_part(std::span(&request, 1), Parts::kShards,
-                [&](std::size_t, const Slice& slice, Shard::Shards one) { removed += one[0]->remove_rows(slice); });
+  for_each_shard(index, ids.data(), ids.size(),
+                 [&](const Slice& slice, Shard& shard) { removed += shard.remove_rows(slice); });
   return removed;
 }
 

@@ -75,11 +75,12 @@ struct BucketSet {
   bool has(std::uint64_t id) const { return chosen[bucket_of(name_hash, id)]; }
 };
 
-// Thread-safe: all methods lock unless noted.
+// Thread-safe: all methods lock unless noted, or unless they get locks.
 class Shard {
  public:
   // The shards that may hold the ids of a slice: one, or all of a table in order.
   using Shards = std::span<Shard* const>;
+  class ShardLocks;
 
   // Creates the region of shard number `shard`, or attaches to its file. Throws as `Store::create_table` does.
   // `reader` reads the tier of a table that has one; it must outlive the shard.
@@ -99,13 +100,16 @@ class Shard {
   // touches rows; otherwise nothing changes. What is deferred goes to `fetch`, with that of other tables, since a disk
   // is fast only with many reads in flight, and then to `lookup_deferred`; `slice.ids` must stay until then. `found`
   // gets whether each id has a row, unless it is null; not in training, which makes rows.
-  static Deferred lookup(Shards shards, const Slice& slice, float* out, bool train, std::uint8_t* found = nullptr);
+  static Deferred lookup(const ShardLocks& locks, const Slice& slice, float* out, bool train,
+                         std::uint8_t* found = nullptr);
   // Reads the rows of the tier, without locks, which others need meanwhile.
   static void fetch(std::span<Deferred> deferred);
+  // Returns the parts of each shard that has any.
+  static std::vector<Deferred> by_shard(Deferred&& deferred);
   // Writes what was deferred.
-  static void lookup_deferred(const Deferred& deferred, bool train);
+  static void lookup_deferred(const ShardLocks& locks, const Deferred& deferred, bool train);
   // Applies a push, in the order of the slice. A tracked push is applied exactly once.
-  static PushCounts update(Shards shards, const Slice& slice, const Push& push);
+  static PushCounts update(const ShardLocks& locks, const Slice& slice, const Push& push);
 
   // Advances the clock of the time to live. Rows that were last touched longer than `ttl` ago, or up to a sixteenth of
   // it later, expire: they are absent from then on, and their memory goes to new rows.
@@ -113,7 +117,7 @@ class Shard {
   // Keeps the step of each row's last change from now on; until then it is 0. Throws RegionFull.
   void keep_last_steps();
   // Writes the step of the last change of each row; 0 for a new or absent row. Changes nothing.
-  static void last_steps(Shards shards, const Slice& slice, std::uint32_t* out);
+  static void last_steps(const ShardLocks& locks, const Slice& slice, std::uint32_t* out);
   // Sets found[position] and, if it is 1, the row at the same position of `rows`. Changes nothing.
   void peek(const Slice& slice, std::uint8_t* found, RowBatch& rows);
   // Appends up to `max_rows` rows from row number `start` on to `rows`; those of the tier come last. Returns the row
@@ -181,7 +185,6 @@ class Shard {
 
  private:
   class Pipeline;
-  class ShardLocks;
   enum class PushState { kNone, kOpen, kDuplicate };
 
   // Marks the region as changed by a request, for whoever attaches to it after a kill.
@@ -222,13 +225,22 @@ class Shard {
   std::mutex mutex_;
 };
 
-// Holds the locks of all shards of a request; those in which rows change are marked, for whoever finds their region
-// after a crash.
+// Holds the locks of the shards in which a part of a request works; those in which rows change are marked, for whoever
+// finds their region after a crash.
 class Shard::ShardLocks {
  public:
+  // Waits for each shard, in order: whoever waits for one while holding others holds earlier ones only.
   explicit ShardLocks(Shards shards) : shards_(shards) {
-    // All callers lock in this order, or only one shard.
     for (Shard* shard : shards_) shard->mutex_.lock();
+  }
+  // Takes the locks if all are free; see `held`.
+  ShardLocks(Shards shards, std::try_to_lock_t) : shards_(shards) {
+    for (std::size_t taken = 0; taken < shards.size(); ++taken) {
+      if (shards[taken]->mutex_.try_lock()) continue;
+      while (taken > 0) shards[--taken]->mutex_.unlock();
+      shards_ = {};
+      return;
+    }
   }
   ~ShardLocks() {
     for (Shard* shard : shards_) {
@@ -244,6 +256,11 @@ class Shard::ShardLocks {
   }
   ShardLocks(const ShardLocks&) = delete;
   ShardLocks& operator=(const ShardLocks&) = delete;
+
+  // Returns whether the locks were free.
+  bool held() const { return !shards_.empty(); }
+  // Returns the locked shards.
+  Shards shards() const { return shards_; }
 
  private:
   Shards shards_;

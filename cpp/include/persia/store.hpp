@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/types.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -107,14 +108,20 @@ class Store {
  private:
   struct Grouping;
   class Scratch;
-  enum class Parts { kAny, kShards };
+  using Work = std::function<void(std::size_t)>;
 
   void check_process() const;
   const Table& checked(std::size_t index, std::size_t count, std::vector<bool>& seen) const;
-  // Calls body(request, slice, shards) for parts of all requests, in parallel. A part is a whole request in its own
-  // order, or, of a request too large for one thread and always with kShards, the ids that fall into one shard.
+  // Calls work(0) ... work(count - 1), by several threads if there are enough ids.
+  void run(bool parallel, std::size_t count, const Work& work);
+  // Calls body(request, slice, locks) for parts of all requests, in parallel, while their shards are locked. A part is
+  // a whole request in its own order, or the ids that fall into one shard: of a request too large for one thread, and
+  // wherever other calls work in the table. Shards that are free come first.
   template <class Request, class Body>
-  void for_each_part(std::span<const Request> requests, Parts parts, Body&& body);
+  void for_each_part(std::span<const Request> requests, Body&& body);
+  // Calls body(slice, shard) for the ids of each shard, in parallel, without locks.
+  template <class Body>
+  void for_each_shard(std::size_t table, const std::uint64_t* ids, std::size_t count, Body&& body);
   std::unique_ptr<Scratch> take_scratch();
   void give_scratch(std::unique_ptr<Scratch> scratch);
 

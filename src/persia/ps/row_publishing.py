@@ -32,11 +32,14 @@ class RowPublishing:
         self._publisher: Publisher | None = None
         self._ended = PublishStatus()
         """Status of the last publisher that ended, for repeated calls of `end` by callers that lost the answer."""
+        self._counting = threading.Lock()
+        """Guards changes of `_step`: pushes must not wait for `_lock`, under which a publisher begins and ends."""
         self._step = 0
 
     def applied(self, step: int) -> None:
         """Notes that the gradients of the global step `step`, counted from 0, have been applied."""
-        self._step = max(self._step, step + 1)
+        with self._counting:
+            self._step = max(self._step, step + 1)
 
     def begin(self, order: PublishOrder) -> PublishStatus:
         """See `persia.services.EmbeddingPS.publish`."""
@@ -46,7 +49,8 @@ class RowPublishing:
             if self._run != order.run:
                 self._end(last=False)
                 self._ended = PublishStatus()
-                self._step = max(self._step, order.step)
+                with self._counting:
+                    self._step = max(self._step, order.step)
                 publisher = Publisher(self._store, self._tables, order, lambda: self._step)
                 self._run, self._publisher = order.run, publisher
                 publisher.start()
@@ -77,7 +81,8 @@ class RowPublishing:
         with self._lock:
             self._end(last=False)
             self._ended = PublishStatus()
-            self._step = 0
+            with self._counting:
+                self._step = 0
 
     def metrics(self) -> list[Metric]:
         """Returns the metrics of publishing; empty if it has not begun."""
