@@ -107,7 +107,7 @@ class Sides:
         self._ps.lookup(Packed(["t"], [len(ids)], ids), True)
         self._sequences[client] += 1
         sequence = self._sequences[client]
-        header = PushHeader(0, client, sequence, sequence - 1, len(ids))
+        header = PushHeader(1, client, sequence, sequence - 1, len(ids))
         self._ps.push(header, {"t": Gradients(ids, self._gradients)})
 
     def _at_store(self, client: int, number: int) -> None:

@@ -21,7 +21,7 @@ using namespace persia;
 namespace {
 
 constexpr std::uint32_t kShards = 4;
-constexpr std::uint64_t kClients = 8;
+constexpr std::uint64_t kCallers = 8;
 constexpr std::chrono::seconds kDeadline(20);
 // Ids of a request that one thread processes, and of one that the threads of a pool share.
 constexpr std::uint64_t kFew = 300, kMany = 3000;
@@ -188,11 +188,11 @@ TEST(clients_get_what_they_would_get_alone) {
         for (Store* s : {&store, &twin}) s->keep_last_steps(0);
         const auto keys_of = [](std::uint64_t client) { return range(client * 2000, (client + 1) * 2000); };
         std::vector<std::thread> clients;
-        for (std::uint64_t c = 0; c < kClients; ++c) {
+        for (std::uint64_t c = 0; c < kCallers; ++c) {
           clients.emplace_back([&, c] { train(store, c, keys_of(c), kRounds); });
         }
         for (auto& client : clients) client.join();
-        for (std::uint64_t c = 0; c < kClients; ++c) {
+        for (std::uint64_t c = 0; c < kCallers; ++c) {
           train(twin, c, keys_of(c), kRounds);
           CHECK(same_rows(store, twin, keys_of(c)));
         }
@@ -220,9 +220,9 @@ TEST(no_update_of_a_shared_row_is_lost) {
     }
   };
   std::vector<std::thread> clients;
-  for (std::uint64_t c = 0; c < kClients; ++c) clients.emplace_back(work, std::ref(store), c);
+  for (std::uint64_t c = 0; c < kCallers; ++c) clients.emplace_back(work, std::ref(store), c);
   for (auto& client : clients) client.join();
-  for (std::uint64_t c = 0; c < kClients; ++c) work(twin, c);
+  for (std::uint64_t c = 0; c < kCallers; ++c) work(twin, c);
   CHECK(same_rows(store, twin, range(0, 2000 + kMany)));
   const Counters counted = store.counters(0), alone = twin.counters(0);
   CHECK(counted.applied == alone.applied && counted.lookups == alone.lookups && counted.misses == alone.misses);
