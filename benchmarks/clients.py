@@ -43,8 +43,8 @@ class Scale:
 
 SCALES = {
     "smoke": Scale(20_000, 2_000, 16, 1),
-    "laptop": Scale(2_000_000, 8_192, 160, 9),
-    "full": Scale(10_000_000, 8_192, 640, 15),
+    "laptop": Scale(1_000_000, 16_384, 32, 21),
+    "full": Scale(10_000_000, 16_384, 160, 31),
 }
 
 Work = Callable[[int, int], object]

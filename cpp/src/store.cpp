@@ -7,12 +7,16 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <thread>
+#include <utility>
 
 namespace persia {
 namespace {
 
 // Below this many ids, waking a thread takes longer than the work it would take over.
 constexpr std::size_t kSerial = 1024;
+// How often all taken shards are tried again before a thread sleeps, which takes longer than a few ids in a shard.
+constexpr std::size_t kIdleRounds = 16;
 constexpr std::size_t kMaxDim = 65536;
 constexpr std::uint32_t kMaxShards = 1024;
 
@@ -98,10 +102,27 @@ class Store::Scratch {
     Slice slice;
     Shard::Shards shards;
   };
+  // Counts a part of a table; see `Table::parts`.
+  class Presence {
+   public:
+    explicit Presence(const Table& table) : parts_(&table.parts), alone_(parts_->fetch_add(1) == 0) {}
+    Presence(Presence&& other) noexcept : parts_(std::exchange(other.parts_, nullptr)), alone_(other.alone_) {}
+    Presence& operator=(Presence&&) = delete;
+    ~Presence() {
+      if (parts_ != nullptr) parts_->fetch_sub(1);
+    }
+    // Returns whether there was no other part when this one came.
+    bool alone() const { return alone_; }
+
+   private:
+    std::atomic<std::uint32_t>* parts_;
+    bool alone_;
+  };
   std::vector<const Table*> tables;  // of the requests
   std::vector<Grouping> groupings;
   std::vector<Item> items;
-  std::vector<Item> busy;  // those that found a lock taken
+  std::vector<Item> busy;         // items that found a lock taken
+  std::vector<Presence> waiting;  // of these
 
   // Groups the ids of a request by shard.
   void group(std::size_t r, const std::uint64_t* ids, std::size_t count) {
@@ -218,20 +239,19 @@ void Store::for_each_part(std::span<const Request> requests, Body&& body) {
     }
   }
   std::mutex mutex;
-  // Processes the items whose shards are free; the others remain in `busy`.
-  const auto process_free = [&] {
-    busy.clear();
-    run(parallel, items.size(), [&](std::size_t i) {
-      const Scratch::Item& item = items[i];
-      {
-        const Shard::ShardLocks locks(item.shards, std::try_to_lock);
-        if (locks.held()) return body(item.request, item.slice, locks);
-      }
-      const std::lock_guard lock(mutex);
-      busy.push_back(item);
-    });
-  };
-  process_free();
+  busy.clear();
+  run(parallel, items.size(), [&](std::size_t i) {
+    const Scratch::Item& item = items[i];
+    Scratch::Presence presence(*tables[item.request]);
+    // Whoever locked a whole table beside others, who wait for one of its shards, would take it again before they wake.
+    if (item.shards.size() == 1 || presence.alone()) {
+      const Shard::ShardLocks locks(item.shards, std::try_to_lock);
+      if (locks.held()) return body(item.request, item.slice, locks);
+    }
+    const std::lock_guard lock(mutex);
+    busy.push_back(item);
+    scratch->waiting.push_back(std::move(presence));
+  });
   if (!busy.empty()) {
     items.clear();
     for (const Scratch::Item& item : busy) {
@@ -243,12 +263,27 @@ void Store::for_each_part(std::span<const Request> requests, Body&& body) {
       scratch->group(item.request, request.ids, request.count);
       scratch->add_shards(item.request, request.ids);
     }
-    process_free();
-    run(parallel, busy.size(), [&](std::size_t i) {
-      const Scratch::Item& item = busy[i];
-      const Shard::ShardLocks locks(item.shards);
-      body(item.request, item.slice, locks);
-    });
+    for (std::size_t idle = 0; !items.empty(); items.swap(busy)) {
+      if (idle == kIdleRounds) {
+        const Scratch::Item item = items.back();
+        items.pop_back();
+        const Shard::ShardLocks locks(item.shards);
+        body(item.request, item.slice, locks);
+      } else if (idle > 0) {
+        std::this_thread::yield();
+      }
+      busy.clear();
+      run(parallel && idle == 0, items.size(), [&](std::size_t i) {
+        {
+          const Shard::ShardLocks locks(items[i].shards, std::try_to_lock);
+          if (locks.held()) return body(items[i].request, items[i].slice, locks);
+        }
+        const std::lock_guard lock(mutex);
+        busy.push_back(items[i]);
+      });
+      idle = busy.size() == items.size() && idle < kIdleRounds ? idle + 1 : 0;
+    }
+    scratch->waiting.clear();
   }
   give_scratch(std::move(scratch));
 }

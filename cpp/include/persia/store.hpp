@@ -2,6 +2,7 @@
 #pragma once
 #include <sys/types.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -11,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "persia/memory.hpp"
 #include "persia/shard.hpp"
 #include "persia/thread_pool.hpp"
 
@@ -35,6 +37,8 @@ struct Table {
   std::vector<std::unique_ptr<Shard>> shards;
   std::vector<Shard*> all;         // the same shards, for calls to all of them
   std::vector<Recovery> recovery;  // by shard, of an attached table
+  // Parts of requests that are processed, or wait for a lock.
+  alignas(kLine) mutable std::atomic<std::uint32_t> parts{0};
 };
 
 struct LookupRequest {
