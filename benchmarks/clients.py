@@ -85,7 +85,8 @@ class Sides:
             ids_of(random.choice(scale.rows, scale.batch, replace=False, shuffle=True)) for _ in range(2 * CLIENTS)
         ]
         self._gradients = random.normal(size=(scale.batch, DIM)).astype(np.float32)
-        self._out = [np.empty((scale.batch, DIM), np.float32)]
+        self._outs = [np.empty((scale.batch, DIM), np.float32) for _ in range(CLIENTS)]
+        """As many as a PS has answers on their way: one alone would stay in the cache."""
         capacity = 2 * scale.rows
         options = ServerOptions(CLIENTS)
         self._ps = EmbeddingServer(
@@ -112,7 +113,7 @@ class Sides:
 
     def _at_store(self, client: int, number: int) -> None:
         ids = self._batch(client, number)
-        self._store.lookup([0], [ids], True, self._out)
+        self._store.lookup([0], [ids], True, [self._outs[number % CLIENTS]])
         self._store.update([0], [ids], [self._gradients], [LR], number)
 
     def rate(self, clients: int, *, ps: bool = True) -> float:
