@@ -8,7 +8,7 @@ from benchmarks import runner
 
 FAST = {
     "batch.unique", "batch.unique_zipf", "batch.pool_forward", "batch.pool_backward", "store.bytes_per_row",
-    "modes.bound.static.hybrid", "ps.imbalance", "ps.imbalance_patterns", "scale.moved",
+    "modes.bound.static.hybrid", "ps.clients", "ps.imbalance", "ps.imbalance_patterns", "scale.moved",
 }  # fmt: skip
 """Below a second. The others run in `make test-all`; the gate runs all of them by `make bench-smoke`."""
 
