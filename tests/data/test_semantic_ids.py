@@ -129,9 +129,39 @@ def test_new_items_come_while_a_process_runs(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(item_codes, "read_codes", counted)
     assert prefix_ids(file, 1, asked[:1]).tolist() == [4]
     assert not reads  # All are known.
-    assert prefix_ids(file, 1, asked).tolist() == [4, 2]
-    assert prefix_ids(file, 1, np.array([7], np.uint64)).tolist() == [0]
+    assert mapped_after_a_look(file, asked) == [4, 2]
+    assert mapped_after_a_look(file, np.array([7], np.uint64)) == [0]
     assert len(reads) == 1  # The file has not changed since.
+
+
+def mapped_after_a_look(file: str, ids: np.ndarray[Any, Any]) -> list[int]:
+    """Maps ids of which some are unknown, waits until the file has been looked at, and maps them again."""
+    prefix_ids(file, 1, ids)
+    looking = item_codes._file(file).rereading
+    assert looking is not None
+    looking.join(10)
+    return prefix_ids(file, 1, ids).tolist()
+
+
+@pytest.mark.parametrize("change", ["other codebooks", "damaged"])
+def test_codes_stay_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    path = tmp_path / "codes.parquet"
+    file = written(path, [1], [[3]])
+    asked = np.array([1, 2], np.uint64)
+    assert prefix_ids(file, 1, asked).tolist() == [4, 0]
+    monkeypatch.setattr(item_codes, "REREAD_SECONDS", 0.0)
+    if change == "damaged":
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        found = SemanticIds((np.ones((4, 2), np.float32),), 4)
+        with pytest.raises(ConfigError, match="has other codebooks, on which models may be trained"):
+            write_semantic_ids(path, found, np.array([1, 2], np.uint64), np.zeros((2, 1), np.int32))
+        path.unlink()
+        write_semantic_ids(path, found, np.array([1, 2], np.uint64), np.zeros((2, 1), np.int32))
+    assert mapped_after_a_look(file, asked) == [4, 0]
+    assert "stay in use" in caplog.text
 
 
 def test_a_new_item_scores_as_its_neighbours(tmp_path: Path) -> None:
@@ -163,6 +193,8 @@ def test_a_new_item_scores_as_its_neighbours(tmp_path: Path) -> None:
         ("other", r"is no file of codes"),
         ("unsorted", r"its ids do not ascend"),
         ("large", r"a code is not in \[0, 2\)"),
+        ("null", "a value is null"),
+        ("many", "3 levels of 1099511627776 codes"),
         ("short", r"has 1 codes for each item; give at most 1"),
     ],
 )
@@ -177,6 +209,11 @@ def test_bad_files_are_refused(tmp_path: Path, change: str, message: str) -> Non
         table = pq.read_table(path)
         if change == "unsorted":
             table = table.take([1, 0])
+        elif change == "null":
+            table = table.set_column(1, "code_1", pa.array([1, None], pa.int32()))
+        elif change == "many":
+            said = b'{"levels": 3, "codes": 1099511627776}'
+            table = table.replace_schema_metadata({item_codes.CODEBOOKS: said})
         elif change == "large":
             table = table.set_column(1, "code_1", pa.array([1, 2], pa.int32()))
         pq.write_table(table, path)
@@ -221,6 +258,8 @@ def test_bad_vectors_are_refused(tmp_path: Path, columns: dict[str, Any], messag
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(ConfigError, match="more combinations than ids"):
         semantic_ids(np.zeros((1, 1), np.float32), levels=8, codes=256)
+    with pytest.raises(ConfigError, match="have 16,000,000 numbers"):
+        semantic_ids(np.zeros((4_000, 2_000), np.float32), levels=2, codes=4_000)
     with pytest.raises(DataError, match="Vector 1 has a value that is not finite"):
         semantic_ids(np.array([[0.0], [np.nan]], np.float32))
     with pytest.raises(DataError, match=r"shape \[3\]"):
@@ -263,5 +302,7 @@ def test_the_command_and_new_items(tmp_path: Path) -> None:
     assert 0 not in mapped
     cluster, _ = planted(40)
     assert len(set(zip(cluster.tolist(), mapped.tolist(), strict=True))) == 4 == len(set(mapped.tolist()))
+    with pytest.raises(ConfigError, match=r"--like takes the codebooks of .*; leave out levels"):
+        command(new, "--output", codes, "--item", "sku", "--vector", "v", "--like", codes, "--levels", "2")
     with pytest.raises(PersiaError, match="--kind"):
         command(old, "--output", codes, "--item", "sku", "--vector", "v", "--kind", "word")

@@ -8,18 +8,31 @@ import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import DataError
+from persia.errors import DataError, PersiaError
 from persia.filesystems import missing_package
+from persia.schema import CodePrefix, Schema
 from persia.schema.mappings import MAX_CODES
+from persia.telemetry.logs import get_logger
 from persia.types import Ids, Int64Array
 
-__all__ = ["CODEBOOKS", "ID_COLUMN", "ItemCodes", "code_column", "prefix_ids", "read_codes"]
+__all__ = [
+    "CODEBOOKS",
+    "ID_COLUMN",
+    "ItemCodes",
+    "code_column",
+    "digest_of",
+    "prefix_ids",
+    "read_code_files",
+    "read_codes",
+]
+
+LOG = get_logger("persia.data")
 
 ID_COLUMN = "id"
 """Column of such a file with the ids of the items, uint64."""
@@ -91,12 +104,30 @@ def read_codes(path: str) -> tuple[ItemCodes, Any]:
     return _checked(path, table), table
 
 
+def digest_of(table: Any) -> str:
+    """Returns the digest of the codebooks of a file that `read_codes` has read."""
+    return str(json.loads(table.schema.metadata[CODEBOOKS]).get("digest", ""))
+
+
+def read_code_files(schema: Schema) -> None:
+    """Reads the files of codes that a schema names, so that no request waits for them.
+
+    Raises:
+        DataError: a file cannot be read, or is no such file.
+    """
+    for feature in schema.id_features:
+        if isinstance(feature.mapping, CodePrefix):
+            _file(feature.mapping.codes).read()
+
+
 def _checked(path: str, table: Any) -> ItemCodes:
     try:
         said: Mapping[str, Any] = json.loads((table.schema.metadata or {})[CODEBOOKS])
         levels, per_level = int(said["levels"]), int(said["codes"])
-        if not (1 <= levels <= MAX_CODES and per_level >= 1):
+        if not (1 <= levels <= MAX_CODES and per_level >= 1 and per_level**levels < 1 << 63):
             raise ValueError(f"{levels} levels of {per_level} codes")
+        if any(column.null_count for column in table.columns):
+            raise ValueError("a value is null")
         ids = np.asarray(table[ID_COLUMN], np.uint64)
         codes = np.column_stack([np.asarray(table[code_column(level + 1)], np.int32) for level in range(levels)])
         if codes.min(initial=0) < 0 or codes.max(initial=0) >= per_level:
@@ -112,58 +143,98 @@ def _checked(path: str, table: Any) -> ItemCodes:
     return ItemCodes(ids, codes, per_level)
 
 
-@dataclass
-class _File:
-    """The codes of one file, as it was when it was read last; thread-safe."""
+class _Read(NamedTuple):
+    """What was read of a file.
 
-    path: str
-    _read: ItemCodes | None = None
-    _mark: object = None
-    _looked: float = 0.0
-    _prefixes: dict[int, Ids] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    Attributes:
+        codes: the codes.
+        prefixes: ids of prefixes of each length up to the number of levels.
+        digest: of the codebooks.
+        mark: what changes when the file is written again.
+    """
+
+    codes: ItemCodes
+    prefixes: tuple[Ids, ...]
+    digest: str
+    mark: object
+
+
+class _File:
+    """The codes of one file, as it was when it was read last; thread-safe.
+
+    Args:
+        path: path or URL.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._read: _Read | None = None
+        self._looked = 0.0
+        self._lock = threading.Lock()
+        self.rereading: threading.Thread | None = None
+
+    def read(self) -> _Read:
+        """Returns what the file has; blocks while it is read for the first time."""
+        if self._read is None:
+            with self._lock:
+                if self._read is None:
+                    self._read = self._now()
+                    self._looked = time.monotonic()
+        return self._read
 
     def map(self, length: int, ids: Ids) -> Ids:
-        with self._lock:
-            self._load()
-            mapped, known = self._look_up(length, ids)
-            if not known.all() and time.monotonic() - self._looked >= REREAD_SECONDS and self._changed():
-                self._read = None
-                self._load()
-                mapped, _ = self._look_up(length, ids)
-            return mapped
-
-    def _load(self) -> None:
-        if self._read is not None:
-            return
-        mark = _mark(self.path)
-        self._read, _ = read_codes(self.path)
-        self._mark, self._looked = mark, time.monotonic()
-        self._prefixes.clear()
-
-    def _changed(self) -> bool:
-        self._looked = time.monotonic()
-        mark = _mark(self.path)
-        return mark is not None and mark != self._mark
-
-    def _look_up(self, length: int, ids: Ids) -> tuple[Ids, NDArray[np.bool_]]:
-        assert self._read is not None
-        levels = self._read.codes.shape[1]
-        if length > levels:
+        """See `prefix_ids`."""
+        read = self.read()
+        if length > len(read.prefixes):
             raise DataError(
-                f"CodePrefix.length = {length}, but {self.path} has {levels} codes for each item; give at most "
-                f"{levels}.",
-                path=self.path,
+                f"CodePrefix.length = {length}, but {self._path} has {len(read.prefixes)} codes for each item; give at "
+                f"most {len(read.prefixes)}.",
+                path=self._path,
             )
-        if length not in self._prefixes:
-            self._prefixes[length] = self._read.prefixes(length)
-        places: Int64Array = np.searchsorted(self._read.ids, ids)
+        places: Int64Array = np.searchsorted(read.codes.ids, ids)
         known = np.zeros(len(ids), np.bool_)
-        inside = places < len(self._read.ids)
-        known[inside] = self._read.ids[places[inside]] == ids[inside]
+        inside = places < len(read.codes.ids)
+        known[inside] = read.codes.ids[places[inside]] == ids[inside]
         mapped = np.full(len(ids), UNKNOWN, np.uint64)
-        mapped[known] = self._prefixes[length][places[known]]
-        return mapped, known
+        mapped[known] = read.prefixes[length - 1][places[known]]
+        if not known.all():
+            self._look_again()
+        return mapped
+
+    def _now(self) -> _Read:
+        mark = _mark(self._path)
+        codes, table = read_codes(self._path)
+        prefixes = tuple(codes.prefixes(length + 1) for length in range(codes.codes.shape[1]))
+        return _Read(codes, prefixes, digest_of(table), mark)
+
+    def _look_again(self) -> None:
+        """Begins to read the file again in a thread if it may have changed: lookups of others go on meanwhile."""
+        with self._lock:
+            if time.monotonic() - self._looked < REREAD_SECONDS:
+                return
+            if self.rereading is not None and self.rereading.is_alive():
+                return
+            self._looked = time.monotonic()
+            self.rereading = threading.Thread(target=self._reread, name="persia-item-codes", daemon=True)
+            self.rereading.start()
+
+    def _reread(self) -> None:
+        before = self.read()
+        if _mark(self._path) in (None, before.mark):
+            return
+        try:
+            after = self._now()
+        except PersiaError as error:
+            LOG.warning("%s The codes that were read before stay in use.", error)
+            return
+        if after.digest != before.digest:
+            LOG.warning(
+                "%s has other codebooks now, so that its codes mean something else. Those that were read before stay "
+                "in use. Write other codebooks to another file, and new items by `persia semantic-ids --like`.",
+                self._path,
+            )
+            return
+        self._read = after
 
 
 def _mark(path: str) -> object:
@@ -187,8 +258,8 @@ def _file(path: str) -> _File:
 def prefix_ids(path: str, length: int, ids: Ids) -> Ids:
     """Returns the ids of the first `length` codes of items; 0 for those that the file does not name.
 
-    A process reads a file once, with all threads waiting for it. If an id is not in it, the file is looked at again, at
-    most every 10 s, and read again if it has changed. Thread-safe.
+    A process reads a file once, with all threads waiting for it. If an id is not in it, a thread looks at the file
+    again, at most every 10 s, and reads it if it has changed; later calls then have the new items. Thread-safe.
 
     Args:
         path: file of `persia semantic-ids`, a path or URL.

@@ -24,9 +24,9 @@ def semantic_ids(
     kind: Annotated[
         str, typer.Option(help='How values become ids: "auto", "number" or "text", as the feature says.')
     ] = "auto",
-    levels: Annotated[int, typer.Option(help="Codes of an item.", min=1, max=16)] = 3,
-    codes: Annotated[int, typer.Option(help="Codes of a level.", min=2)] = 256,
-    seed: Annotated[int, typer.Option(help="Seed of k-means.", min=0)] = 0,
+    levels: Annotated[int | None, typer.Option(help="Codes of an item; 3 by default.", min=1, max=16)] = None,
+    codes: Annotated[int | None, typer.Option(help="Codes of a level; 256 by default.", min=2)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of k-means; 0 by default.", min=0)] = None,
     like: Annotated[
         str | None,
         typer.Option(
@@ -49,13 +49,19 @@ def semantic_ids(
     from persia.checks import check_choice
     from persia.data.semantic_ids import item_vectors, read_semantic_ids, write_semantic_ids
     from persia.data.semantic_ids import semantic_ids as find
+    from persia.errors import ConfigError
     from persia.schema import IdKind
 
     check_choice("--kind", kind, get_args(IdKind))
+    given = {name: value for name, value in (("levels", levels), ("codes", codes), ("seed", seed)) if value is not None}
+    if like is not None and given:
+        raise ConfigError(
+            f"--like takes the codebooks of {like}; leave out {', '.join(given)}.", field=next(iter(given))
+        )
     ids, values = item_vectors(vectors, item=item, vector=vector, kind=cast(IdKind, kind))
     kept = None
     if like is None:
-        found = find(values, levels=levels, codes=codes, seed=seed)
+        found = find(values, **given)
     else:
         found, kept = read_semantic_ids(like)
     assigned = found.assign(values)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.id_columns import id_column
-from persia.batching.item_codes import CODEBOOKS, ID_COLUMN, ItemCodes, code_column, read_codes
+from persia.batching.item_codes import CODEBOOKS, ID_COLUMN, ItemCodes, code_column, digest_of, read_codes
+from persia.checkpoint.storage import Storage
 from persia.checks import MAX_SEED, check_integer
 from persia.data.files import File
 from persia.errors import ConfigError, DataError, MissingExtraError
-from persia.filesystems import missing_package
 from persia.schema import IdKind
 from persia.schema.mappings import MAX_CODES
 from persia.types import Floats
@@ -27,8 +27,10 @@ __all__ = ["SemanticIds", "item_vectors", "read_semantic_ids", "semantic_ids", "
 
 PER_CODE = 256
 """Vectors for each code of a level that k-means sees, at most; drawn from all."""
-BLOCK = 1 << 16
-"""Vectors whose codes are computed together."""
+BLOCK = 1 << 24
+"""Distances that are computed together."""
+MOST_NUMBERS = 12_000_000
+"""Numbers of all codebooks, at most: Parquet limits the size of what describes a file."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,9 @@ class SemanticIds:
                 f"The vectors have length {vectors.shape[1]}, the codebooks {dim}; compute both by one model.", dim=dim
             )
         codes = np.empty((len(vectors), len(self.codebooks)), np.int32)
-        for begin in range(0, len(vectors), BLOCK):
-            left = vectors[begin : begin + BLOCK].copy()
-            for level, codebook in enumerate(self.codebooks):
-                codes[begin : begin + BLOCK, level] = nearest = _nearest(left, codebook)
-                left -= codebook[nearest]
+        left = vectors.copy()
+        for level, codebook in enumerate(self.codebooks):
+            codes[:, level] = _subtract_nearest(left, codebook)
         return codes
 
     def explained(self, vectors: Floats, codes: NDArray[np.int32]) -> list[float]:
@@ -113,6 +113,12 @@ def semantic_ids(vectors: Floats, *, levels: int = 3, codes: int = 256, seed: in
             f"{levels} levels of {codes} codes have more combinations than ids; give fewer of one.", field="levels"
         )
     left = _checked(vectors).copy()
+    if (numbers := levels * min(codes, len(left)) * left.shape[1]) > MOST_NUMBERS:
+        raise ConfigError(
+            f"{levels} codebooks of {codes} entries of length {left.shape[1]} have {numbers:,} numbers, and a file of "
+            f"codes holds {MOST_NUMBERS:,}; give fewer codes or levels, or shorter vectors (a PCA).",
+            field="codes",
+        )
     try:
         from sklearn.cluster import KMeans
     except ImportError as error:
@@ -126,17 +132,22 @@ def semantic_ids(vectors: Floats, *, levels: int = 3, codes: int = 256, seed: in
         found = KMeans(clusters, n_init=1, max_iter=50, random_state=(seed + level) % (1 << 32)).fit(sample)
         codebook = np.ascontiguousarray(found.cluster_centers_, np.float32)
         codebooks.append(codebook)
-        for begin in range(0, len(left), BLOCK):
-            block = left[begin : begin + BLOCK]
-            block -= codebook[_nearest(block, codebook)]
+        _subtract_nearest(left, codebook)
     return SemanticIds(tuple(codebooks), codes)
 
 
-def _nearest(vectors: Floats, codebook: Floats) -> NDArray[np.int64]:
-    """Returns the entry that is closest to each vector; of equally close ones the first."""
-    # |v - c|^2 less |v|^2, which is the same for all entries.
-    distances = np.square(codebook).sum(axis=1) - 2 * (vectors @ codebook.T)
-    return np.asarray(distances.argmin(axis=1), np.int64)
+def _subtract_nearest(vectors: Floats, codebook: Floats) -> NDArray[np.int64]:
+    """Subtracts from each vector the entry that is closest to it, of equally close ones the first; returns which."""
+    nearest = np.empty(len(vectors), np.int64)
+    norms = np.square(codebook).sum(axis=1)
+    rows = max(1, BLOCK // len(codebook))
+    for begin in range(0, len(vectors), rows):
+        block = vectors[begin : begin + rows]
+        # |v - c|^2 less |v|^2, which is the same for all entries.
+        chosen = (norms - 2 * (block @ codebook.T)).argmin(axis=1)
+        nearest[begin : begin + rows] = chosen
+        block -= codebook[chosen]
+    return nearest
 
 
 def _checked(vectors: Any) -> Floats:
@@ -209,40 +220,41 @@ def item_vectors(path: str, *, item: str, vector: str, kind: IdKind = "auto") ->
 
 
 def write_semantic_ids(path: str | os.PathLike[str], found: SemanticIds, ids: Any, codes: NDArray[np.int32]) -> None:
-    """Writes codes of items, and the codebooks, for `CodePrefix`. A local file appears once it is complete.
+    """Writes codes of items, and the codebooks, for `CodePrefix`. Who reads the file has the old or the new one.
 
     Args:
         path: path or URL of the Parquet file.
         found: the codebooks.
         ids: ids of the items, uint64 `[items]`, all different.
         codes: codes, int32 `[items, levels]`.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+        ConfigError: the file exists with other codebooks: models may be trained on them.
+        DataError: the file exists, and is no such file.
     """
-    import fsspec
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     order = np.argsort(ids, kind="stable")
     columns = {ID_COLUMN: pa.array(np.asarray(ids, np.uint64)[order])}
     columns |= {code_column(level + 1): pa.array(codes[order, level]) for level in range(codes.shape[1])}
-    said = {"levels": codes.shape[1], "codes": found.codes, "entries": [len(codebook) for codebook in found.codebooks]}
+    digest = hashlib.sha256(b"".join(codebook.tobytes() for codebook in found.codebooks)).hexdigest()
+    said: dict[str, Any] = {"levels": codes.shape[1], "codes": found.codes, "digest": digest}
+    said["entries"] = [len(codebook) for codebook in found.codebooks]
     metadata = {CODEBOOKS: json.dumps(said).encode()}
     metadata |= {_codebook_key(level): codebook.tobytes() for level, codebook in enumerate(found.codebooks)}
-    table = pa.table(columns).replace_schema_metadata(metadata)
-    name = os.fspath(path)
-    if "://" not in name:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        draft = f"{name}.part"
-        try:
-            pq.write_table(table, draft)
-            os.replace(draft, name)
-        finally:
-            Path(draft).unlink(missing_ok=True)
-        return
-    try:
-        with fsspec.open(name, "wb") as stream:
-            pq.write_table(table, stream)
-    except ImportError as error:
-        raise missing_package(name, error) from error
+    file = io.BytesIO()
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), file)
+    folder, _, name = (os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(path)).rpartition("/")
+    storage = Storage(folder or "/")
+    if storage.exists(name) and digest_of(read_codes(os.fspath(path))[1]) != digest:
+        raise ConfigError(
+            f"{os.fspath(path)} has other codebooks, on which models may be trained; write to another file, or add "
+            "items to this one by `persia semantic-ids --like`.",
+            field="path",
+        )
+    storage.put(name, file.getvalue())
 
 
 def read_semantic_ids(path: str) -> tuple[SemanticIds, ItemCodes]:

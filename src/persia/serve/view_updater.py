@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.batching.item_codes import read_code_files
 from persia.checkpoint.compatibility import schema_differences
 from persia.checks import without_userinfo
 from persia.errors import CheckpointError, PublishError
@@ -247,6 +248,7 @@ class ViewUpdater:
         options = self._options
         builder = NetworkBuilder(self._model, description, self._staging.device, options.imports)
         schema = description.schema
+        read_code_files(schema)  # No request shall wait for them.
         rows: EpochRows | RemoteEpoch
         if self._servers is None:
             rows = EpochRows(run, update, schema, self._reading)
