@@ -140,7 +140,8 @@ def mapped_after_a_look(file: str, ids: np.ndarray[Any, Any]) -> list[int]:
     looking = item_codes._file(file).rereading
     assert looking is not None
     looking.join(10)
-    return prefix_ids(file, 1, ids).tolist()
+    mapped: list[int] = prefix_ids(file, 1, ids).tolist()
+    return mapped
 
 
 @pytest.mark.parametrize("change", ["other codebooks", "damaged"])

@@ -144,7 +144,7 @@ def _checked(path: str, table: Any) -> ItemCodes:
 
 
 class _Read(NamedTuple):
-    """What was read of a file.
+    """The content of a file, as it was read.
 
     Attributes:
         codes: the codes.
