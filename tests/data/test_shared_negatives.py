@@ -9,11 +9,12 @@ import pytest
 import persia
 from persia import data
 from persia.batching.batch import Batch
+from persia.batching.computed_ids import mapped_ids
 from persia.batching.id_column import IdColumn
 from persia.data.reader import share_of
 from persia.data.streams.recorded import LoggedStream
 from persia.errors import ConfigError, DataError
-from persia.schema import DenseFeature, IdFeature, Label, Schema
+from persia.schema import DenseFeature, HashTo, IdFeature, Label, Schema
 from persia.services import NewBatch
 from persia.types import OffsetRange, Partition, PartitionBounds
 
@@ -139,6 +140,33 @@ def test_few_samples_have_few_negatives_which_are_divided_evenly():
     assert next(iter(one)).id_features["negative_item"].offsets is None
     with pytest.raises(DataError, match=r"The first batch has 8 samples.*set per_sample to 13"):
         next(iter(made(count=100, catalog=CATALOG)))
+
+
+def test_mapped_features_of_drawn_items_follow():
+    """Prefixes of codes and other mapped ids: `NextItem` reads them beside the item."""
+    of_item = [
+        IdFeature("bucket", dim=2, of="item", mapping=HashTo(5)),
+        IdFeature("buckets", table="bucket", pooling=None, max_length=3, keep="last", of="items", mapping=HashTo(5)),
+        IdFeature("pair", dim=2, cross=("item", "shop")),
+    ]
+    schema = Schema([*SCHEMA.id_features, *of_item], dense_features=["x"])
+    reader = data.shared_negatives(Clicks(schema), ITEM, 11, per_sample=2, catalog=CATALOG)
+    names = ["negative_item", "negative_shop", "negative_bucket"]
+    assert [f.name for f in reader.schema.id_features] == [*(f.name for f in schema.id_features), *names]
+    mapped = reader.schema.feature("negative_bucket")
+    assert (mapped.table_name, mapped.of, mapped.max_length) == ("bucket", "negative_item", 2)
+    assert reader.inner_schema(reader.schema).id_features == schema.id_features
+    for batch in reader:
+        batch.validate(reader.schema)
+        drawn, buckets = batch.id_features["negative_item"], batch.id_features["negative_bucket"]
+        assert np.array_equal(drawn.offsets, buckets.offsets)
+        assert np.array_equal(buckets.values, mapped_ids(HashTo(5), drawn.values))
+    pairs = [("items", "item"), ("buckets", "bucket")]
+    persia.nn.models.NextItem(reader.schema, history=pairs, negatives=["negative_item", "negative_bucket"])
+    with pytest.raises(ConfigError, match=r"'bucket' is computed from item; .* and mapped features follow"):
+        data.shared_negatives(Clicks(schema), ["item", "bucket"], 4)
+    with pytest.raises(ConfigError, match="'pair' is computed from item, shop; name"):
+        data.shared_negatives(Clicks(schema), ["pair"], 4)
 
 
 @pytest.mark.parametrize("history", [None, HISTORY])
@@ -361,6 +389,10 @@ class LogShare:
         if offsets.begin < self.stream.deleted:
             raise DataError("Messages have been deleted.")
         return rows_of(offsets.begin, offsets.end - offsets.begin)
+
+    def past(self, offsets):
+        for begin in range(offsets.begin, offsets.end, 4):
+            yield begin, self.read(offsets._replace(begin=begin, end=min(begin + 4, offsets.end)))
 
     def poll(self):
         begin = self.bounds.begin

@@ -56,9 +56,10 @@ class SampledReader(ABC):
         check_binary(self.reader.schema)
         for feature in map(self.reader.schema.feature, self.features):
             if feature.computed:
+                follow = ", and mapped features follow" if feature.of else ""
                 raise ConfigError(
                     f"{feature.name!r} is computed from {', '.join(feature.cross) or feature.of}; name the item's "
-                    "features among these, and computed features follow.",
+                    f"features among these{follow}.",
                     field="features",
                 )
 

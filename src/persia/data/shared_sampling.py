@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
+from persia.batching.computed_ids import add_computed
 from persia.batching.id_column import IdColumn
 from persia.checks import check_choice, check_integer, check_number
 from persia.data.item_catalogs import (
@@ -43,7 +44,8 @@ class SharedNegatives(SampledReader):
     """The reader that `shared_negatives` returns. Its fields are the function's arguments, and its share.
 
     `schema` is the schema of the other reader and what is added: ID-type features `negative_<feature>`, of which
-    consecutive samples have about equally many, and dense features `log_q`, `history_log_q` and `negative_log_q`.
+    consecutive samples have about equally many, also for features mapped from the item's, and dense features `log_q`,
+    `history_log_q` and `negative_log_q`.
     """
 
     count: int | None = None
@@ -78,10 +80,17 @@ class SharedNegatives(SampledReader):
         schema = self.reader.schema
         ids, dense = [*schema.id_features], [*schema.dense_features]
         if self.by != "in_batch":
-            for name, negative in zip(self.features, self._negatives, strict=True):
-                of = schema.feature(name)
+            for of in map(schema.feature, (*self.features, *self._mapped)):
                 ids.append(
-                    IdFeature(negative, table=of.table_name, pooling=None, max_length=self.per_sample, kind=of.kind)
+                    IdFeature(
+                        _negative(of.name),
+                        table=of.table_name,
+                        pooling=None,
+                        max_length=self.per_sample,
+                        kind=of.kind,
+                        of=None if of.of is None else _negative(of.of),
+                        mapping=of.mapping,
+                    )
                 )
         if self.by != "uniform":
             dense.append(DenseFeature("log_q", fill=0.0))
@@ -95,7 +104,8 @@ class SharedNegatives(SampledReader):
         """Returns the schema of the other reader if that of this one is `schema`."""
         of = self.reader.schema
         dense = [each for each in schema.dense if each.name in of.dense_names]
-        return _with_features(schema, [f for f in schema.id_features if f.name not in self._negatives], dense)
+        drawn = {_negative(name) for name in (*self.features, *self._mapped)}
+        return _with_features(schema, [f for f in schema.id_features if f.name not in drawn], dense)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """See `Reader.batches`."""
@@ -149,8 +159,9 @@ class SharedNegatives(SampledReader):
             drawn = [np.empty(0, np.uint64)] * len(self.features)
             if draws is not None:
                 drawn = draws.ids(draws.draw(rng, total))
-            for name, values in zip(self._negatives, drawn, strict=True):
-                ids[name] = IdColumn(values, offsets)
+            for name, values in zip(self.features, drawn, strict=True):
+                ids[_negative(name)] = IdColumn(values, offsets)
+            add_computed(self.schema, ids)
             if self.by == "popularity":
                 dense.append(_padded(_log_q(draws, drawn), offsets, self.per_sample))
         return canonical(dataclasses.replace(batch, id_features=ids, dense=np.concatenate(dense, 1)))
@@ -169,9 +180,10 @@ class SharedNegatives(SampledReader):
                 batch=0,
             )
 
-    @property
-    def _negatives(self) -> tuple[str, ...]:
-        return tuple(f"negative_{name}" for name in self.features)
+    @cached_property
+    def _mapped(self) -> tuple[str, ...]:
+        """The features whose ids are mapped from those of the item's features, such as prefixes of its codes."""
+        return tuple(each.name for each in self.reader.schema.id_features if each.of in self.features)
 
     @cached_property
     def _events(self) -> tuple[IdSequence, ...]:
@@ -220,6 +232,11 @@ class _Window:
             self._counts.add(batch, at)
             self._counted += 1
         return self._draws
+
+
+def _negative(name: str) -> str:
+    """Returns the name of the feature of drawn items for a feature of the item."""
+    return f"negative_{name}"
 
 
 def _with_features(schema: Schema, ids: Sequence[IdFeature], dense: Sequence[str | DenseFeature]) -> Schema:
