@@ -20,6 +20,7 @@ from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 import persia
 from persia.data.streams import broker
+from persia.data.streams.message_rows import MessageConverter
 from persia.errors import ConfigError, DataError, DeadlineError, MissingExtraError
 from persia.types import OffsetRange, Partition
 from support.kafka import SCHEMA, Kafka, Outages, arrow, clicks, items, packed, row, until
@@ -644,6 +645,29 @@ def test_shared_negatives_are_of_messages_before_and_the_same_again(kafka):
     other.begin(9, stream.offsets(4), lambda: False)
     continued = [b.id_features["negative_item"].values.tolist() for b in other.batches(0, 9)]
     assert sorted(continued) == sorted(drawn for _, drawn, _ in found[4:])
+
+
+def test_messages_before_are_drawn_without_counting_them_or_their_poison_again(kafka, monkeypatch):
+    values = clicks(range(70))
+    for at in (3, 20, 50):
+        values[at] = b"{"
+    kafka.write(values, 0)
+    buried, converted = [], []
+    convert = MessageConverter.convert
+    monkeypatch.setattr(MessageConverter, "_bury", lambda *args: buried.extend(m.offset for m, _ in args[3]))
+    monkeypatch.setattr(
+        MessageConverter, "convert", lambda *args: converted.append([m.offset for m in args[2]]) or convert(*args)
+    )
+    reader = kafka.reader(8, poison="skip", dead_letters="dead")
+    stream = persia.data.shared_negatives(reader, ["item"], 8, window=24, seed=1)
+    stream.begin(0, {}, lambda: False)
+    found = [items(batch) for batch in stream.batches()]
+    assert list(itertools.chain(*found)) == [item for item in range(70) if item not in (3, 20, 50)]
+    assert sorted(itertools.chain(*converted)) == sorted([*range(70), *range(48)])  # The windows from 0 and 24, too.
+    assert max(map(len, converted)) == 8  # No window is in memory as a whole.
+    assert buried == [3, 20, 50]
+    counts = {metric.name: metric.value for metric in stream.observe() if not metric.labels}
+    assert (counts["stream_rows"], counts["stream_batches"], counts["stream_poison"]) == (67, len(found), 3)
 
 
 def test_negatives_pass_offsets_on_and_are_the_same_again(kafka):

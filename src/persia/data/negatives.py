@@ -80,7 +80,9 @@ def shared_negatives(
     Their rows are looked up ahead, with the batch's other rows. The schema of the result has new features:
 
     - `negative_<feature>` for each of `features`, un-pooled: the drawn items, divided evenly among the samples. Where a
-      batch is divided among NN workers or micro-batches, each part has the items of its samples.
+      batch is divided among NN workers or micro-batches, each part has the items of its samples. Features that map one
+      of `features`, such as a prefix of the item's codes (`CodePrefix`), have a `negative_<feature>` as well, mapped in
+      the same way; crosses have none.
     - `log_q`, `history_log_q` (with `history`) and `negative_log_q`, dense: the logarithm of the probability with which
       the sample's item, each event of its history, and each of its drawn items are drawn. "uniform" has none: all are
       alike, and the correction would change nothing. "in_batch" has the first two only, for models whose negatives are
@@ -91,12 +93,15 @@ def shared_negatives(
     Draws depend on the seed, the epoch and the number of the batch, and for a stream on the offsets of the batch, so a
     resumed run has the same ones. Without a catalog, items are those of samples before: the batches, or the messages of
     a partition, are divided into windows, and each batch draws from the window before its own; in the first window it
-    draws from itself. One window of items is in memory. A resumed run and several data loaders read the window once
-    more, streams read each message twice, and windows of a topic that were deleted are left out.
+    draws from itself. One window of items is in memory. A resumed run reads the window before once more. Several data
+    loaders each read all batches, as the windows have those of all: give a catalog to them. Streams read each message
+    twice, the second time in batches of the stream's size that neither count nor reach its dead-letter topic, and
+    windows of a topic that were deleted are left out.
 
     Args:
         reader: the samples. Items of positive samples are drawn, those with a label above 0.
-        features: the item's ID-type features; they are drawn together. Each sample has one id of each.
+        features: the item's ID-type features; they are drawn together. Each sample has one id of each. Computed
+            features must not be named.
         count: items per batch; for "uniform" and "popularity". A batch of fewer than `count / per_sample` samples has
             `per_sample` for each.
         by: "uniform" draws all items alike, "popularity" in proportion to counts ** power. "in_batch" draws none.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from persia import rpc
@@ -163,6 +163,16 @@ class StreamShare(Protocol):
 
         Raises:
             DataError: its messages have been deleted.
+            DeadlineError: the source was late.
+        """
+
+    def past(self, messages: OffsetRange) -> Iterator[tuple[int, Batch]]:
+        """Reads messages that exist, in small batches, each with its first offset. Blocks.
+
+        The messages belong to no batch of the record: they do not count in metrics, and none are written elsewhere.
+
+        Raises:
+            DataError: the first of them have been deleted, or cannot be converted.
             DeadlineError: the source was late.
         """
 

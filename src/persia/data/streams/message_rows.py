@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -154,6 +155,11 @@ class MessageConverter:
             np.concatenate(times) if times else None,
             IdColumn.concat(keys) if keys else None,
         )
+
+    def without_effects(self) -> MessageConverter:
+        """Returns a converter to the same rows that counts nothing and writes nothing to the dead-letter topic."""
+        options = dataclasses.replace(self._options, dead_letters=None)
+        return MessageConverter(self._conversion, options, StreamCounts(), self._key, self._converts_rows)
 
     def inputs(self, partition: Partition, messages: list[StreamMessage], newest: int | None) -> ConvertedInputs:
         """Returns the columns `only` of the conversion before the rules of features are applied; see `convert`."""

@@ -102,6 +102,11 @@ class _NegativeShare:
         """See `persia.services.StreamShare`."""
         return self._added(self._share.read(offsets), offsets)
 
+    def past(self, messages: OffsetRange) -> Iterator[tuple[int, Batch]]:
+        """See `persia.services.StreamShare`."""
+        for begin, batch in self._share.past(messages):
+            yield begin, self._added(batch, messages._replace(begin=begin))
+
     def poll(self) -> NewBatch | None:
         """See `persia.services.StreamShare`."""
         new = self._share.poll()
@@ -130,6 +135,10 @@ class _WindowShare(_NegativeShare):
         self._windows: dict[Partition, tuple[int, ItemDraws | None]] = {}
         """Number of the present window of each partition, and draws from the one before."""
 
+    def past(self, messages: OffsetRange) -> Iterator[tuple[int, Batch]]:
+        """See `persia.services.StreamShare`; without negatives, which are drawn for batches of the record only."""
+        return self._share.past(messages)
+
     def _added(self, batch: Batch, offsets: OffsetRange) -> Batch:
         topic, number = offsets.partition
         generator = self._shared.generator(zlib.crc32(topic.encode()), number, offsets.begin)
@@ -148,10 +157,9 @@ class _WindowShare(_NegativeShare):
             return None
         begin = window * self._shared.window
         try:
-            batch = self._share.read(OffsetRange(partition, begin, begin + self._shared.window))
+            return self._shared.draws_of(self._share.past(OffsetRange(partition, begin, begin + self._shared.window)))
         except DataError as error:
             LOG.warning(
                 "Negatives are drawn from their own batch for now, as those before it cannot be read: %s", error
             )
             return None
-        return self._shared.draws_of([(begin, batch)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -111,6 +111,28 @@ class KafkaShare:
             raise broker.deleted(partition, offsets.begin)
         self._counts.batch(len(batch), messages[-1].time)
         return batch
+
+    def past(self, messages: OffsetRange) -> Iterator[tuple[int, Batch]]:
+        """Reads messages without counting them; see `persia.services.StreamShare`."""
+        broker, partition, newest = self._broker, messages.partition, messages.newest
+        converter, first = self._converter.without_effects(), True
+        self._seek(partition, messages.begin)
+        self._heads[partition] = -1  # The next batch of the partition is sought, as its messages may be dropped here.
+        buffer = broker.buffers[partition]
+        while True:
+            while buffer.position < messages.end and not buffer.holds(self._batch_size, MAX_BATCH_BYTES):
+                self._poll(partition)
+            buffer.drop_from(messages.end)
+            taken = buffer.take(self._batch_size, MAX_BATCH_BYTES)
+            begin = taken[0].offset if taken else messages.end
+            if first and begin > messages.begin and broker.watermarks(partition)[0] > messages.begin:
+                raise broker.deleted(partition, messages.begin)
+            if not taken:
+                return
+            converted = converter.convert(partition, taken, newest)
+            newest, first = converted.newest, False
+            if converted.batch is not None:
+                yield begin, converted.batch
 
     def poll(self) -> NewBatch | None:
         """Reads and records the next batch; see `persia.services.StreamShare`."""
