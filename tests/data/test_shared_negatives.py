@@ -60,11 +60,11 @@ class Clicks:
         return replace(self, share=share_of(self.share, index, count))
 
 
-def items_of(*batches, history=False):
-    """The items of positive samples, and of their histories, counted one by one."""
+def items_of(*batches, history=False, positive=True):
+    """The items of positive samples, and of their histories, or of all samples, counted one by one."""
     counts = {}
     for batch in batches:
-        for row in np.flatnonzero(batch.labels[:, 0] > 0):
+        for row in np.flatnonzero(batch.labels[:, 0] > 0) if positive else range(len(batch)):
             found = [(ids(batch, "item", row)[0], ids(batch, "shop", row)[0])]
             if history:
                 found += list(zip(ids(batch, "items", row)[-3:], ids(batch, "shops", row)[-3:], strict=True))
@@ -287,7 +287,8 @@ def test_log_q_of_the_items_of_a_batch_is_their_share_of_the_samples():
     reader = made(by="in_batch", count=None, window=5, history=HISTORY)
     for number, after in enumerate(reader):
         window = number // 5
-        counts = items_of(*(batches[5 * (window - 1) : 5 * window] if window else [batches[number]]))
+        known = batches[5 * (window - 1) : 5 * window] if window else [batches[number]]
+        counts = items_of(*known, positive=False)  # Those that were not chosen are negatives of the batch, too.
         total, least = sum(counts.values()), min(counts.values())
         own = [(ids(after, "item", row)[0], ids(after, "shop", row)[0]) for row in range(ROWS)]
         found = dense_of(reader.schema, after, "log_q")[:, 0]
@@ -438,6 +439,16 @@ def test_messages_that_were_deleted_are_not_drawn(caplog):
     assert "Negatives are drawn from their own batch" in caplog.text
     assert set(drawn_of(batches[0])) <= set(items_of(rows_of(56, 8)))
     assert set(drawn_of(batches[8])) <= set(items_of(rows_of(80, 40)))  # Of offset 120.
+
+
+@pytest.mark.parametrize("reader", [Clicks(), Log()])
+def test_negatives_of_single_samples_go_inside(reader):
+    shared = data.shared_negatives(reader, ITEM, 4)
+    with pytest.raises(ConfigError, match=r"the other way round, shared_negatives\(negatives\(\.\.\.\)\)"):
+        data.negatives(shared, ITEM, 1)
+    batch = next(iter(data.shared_negatives(data.negatives(reader, ITEM, 1), ITEM, 4)))
+    assert len(batch) > ROWS
+    assert len(drawn_of(batch)) == 4
 
 
 def test_a_stream_without_shares_is_refused(tmp_path):

@@ -99,18 +99,22 @@ def item_catalog(reader: Reader, features: Sequence[str], *, history: Sequence[s
 
 
 class ItemCounts:
-    """Counts the items of positive samples. Not thread-safe.
+    """Counts the items of samples. Not thread-safe.
 
     Its memory is bounded by the number of distinct items.
 
     Args:
         features: the item's features.
         history: features of the events before it, aligned with each other; without any, only items of samples count.
+        positive_only: whether samples count that are positive only.
     """
 
-    def __init__(self, features: Sequence[str], history: Sequence[IdSequence] = ()) -> None:
+    def __init__(
+        self, features: Sequence[str], history: Sequence[IdSequence] = (), *, positive_only: bool = True
+    ) -> None:
         self._features = tuple(features)
         self._history = tuple(history)
+        self._positive_only = positive_only
         self._items = np.empty((0, len(features)), np.uint64)
         self._counts = np.empty(0, np.int64)
         self._pending: list[NDArray[np.uint64]] = []
@@ -126,7 +130,7 @@ class ItemCounts:
         Raises:
             DataError: a sample has no id, or several, of a feature; or there are no labels.
         """
-        chosen = positive(batch, number)
+        chosen = positive(batch, number) if self._positive_only else np.ones(len(batch), np.bool_)
         rows = np.stack([single(batch, name, number) for name in self._features], 1)[chosen]
         if self._history:
             of = batch if chosen.all() else batch.take(np.flatnonzero(chosen))

@@ -53,9 +53,16 @@ def negatives(
 
     Raises:
         ConfigError: a feature is unknown or computed; a number is out of range; a catalog is missing, is given for
-            "in_batch", lacks a feature, or has only counts of 0 for "popularity".
+            "in_batch", lacks a feature, or has only counts of 0 for "popularity"; or the reader is one of
+            `shared_negatives`.
     """
     check_features(reader.schema, features)
+    if isinstance(reader, SharedNegatives) or (isinstance(reader, NegativeStream) and reader.are_shared):
+        raise ConfigError(
+            "negatives(shared_negatives(...)) would copy the drawn items and the log(q) of a sample to samples with "
+            "other items; wrap them the other way round, shared_negatives(negatives(...)), or use one of them.",
+            field="reader",
+        )
     sampling = NegativeSampling(reader, tuple(features), count, by, catalog, power, seed=seed)
     if not isinstance(reader, SharedStream):
         return sampling
@@ -86,7 +93,8 @@ def shared_negatives(
     - `log_q`, `history_log_q` (with `history`) and `negative_log_q`, dense: the logarithm of the probability with which
       the sample's item, each event of its history, and each of its drawn items are drawn. "uniform" has none: all are
       alike, and the correction would change nothing. "in_batch" has the first two only, for models whose negatives are
-      the items of the batch, such as `NextItem` without `negatives` and `persia.nn.models.TwoTower`.
+      the items of the batch, such as `NextItem` without `negatives` and `persia.nn.models.TwoTower`: the items of all
+      its samples count there, positive or not.
 
     An item that is not in the catalog, or the window, counts as rare as the rarest one there.
 
@@ -105,7 +113,8 @@ def shared_negatives(
         count: items per batch; for "uniform" and "popularity". A batch of fewer than `count / per_sample` samples has
             `per_sample` for each.
         by: "uniform" draws all items alike, "popularity" in proportion to counts ** power. "in_batch" draws none.
-        catalog: items, as returned by `item_catalog`. None for the items before.
+        catalog: items, as returned by `item_catalog`. None for the items before. For "in_batch", leave it out if some
+            samples are not positive, which `item_catalog` does not count.
         history: un-pooled features of the events before the item, one for each of `features`: for data with a sample
             per user, whose events are all predicted. Their items are drawn and counted as well.
         power: see `by`; 1 for the items' frequencies.

@@ -120,8 +120,9 @@ class SharedNegatives(SampledReader):
 
     def counts(self) -> ItemCounts:
         """Returns counts of the items that are drawn, without any."""
-        # In-batch negatives are items of samples, not of histories.
-        return ItemCounts(self.features, () if self.by == "in_batch" else self._events)
+        if self.by == "in_batch":  # Each sample's item is a negative of the others, chosen or not; no event is one.
+            return ItemCounts(self.features, positive_only=False)
+        return ItemCounts(self.features, self._events)
 
     def draws_of(self, batches: Iterable[tuple[int, Batch]]) -> ItemDraws | None:
         """Returns draws of the items of some batches, which are numbered for errors; None if they have none."""

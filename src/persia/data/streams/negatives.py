@@ -50,6 +50,11 @@ class NegativeStream(LoggedStream):
         return self._sampling.schema
 
     @property
+    def are_shared(self) -> bool:
+        """Whether the samples of a batch share its negatives."""
+        return isinstance(self._sampling, SharedNegatives)
+
+    @property
     def input_rules(self) -> InputRules | None:
         """The rules of the samples for missing values and lists."""
         return self._sampling.input_rules
