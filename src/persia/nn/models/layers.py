@@ -117,7 +117,9 @@ def pooled(embedding: Tensor | SequenceEmbedding) -> Tensor:
 def same_rows(rows: Tensor, others: Tensor) -> Tensor:
     """Returns which rows are equal and not all zero, as rows of ids without a row are, bool `[..., n]`.
 
-    Compares hashes of 64 bits: `torch.unique` makes the host wait for the device, and is slower.
+    Compares hashes of 64 bits: `torch.unique` makes the host wait for the device, and is slower. Rows stand for ids if
+    tables have a random initializer: rows of zeros are of any id that has none yet, and equal first rows of several ids
+    would be taken for one.
 
     Args:
         rows: `[..., width]`.

@@ -41,8 +41,10 @@ class NextItem(nn.Module):
     for n negatives j; q is the probability with which an item is drawn, without which items that are drawn often would
     be scored too low (Yi et al., RecSys 2019). `gbce` corrects the scores of `bce`, which negative sampling makes too
     high: with the sampling rate a = n / (items - 1) and the calibration t, beta = a (t (1 - 1/a) + 1/a) (gSASRec,
-    Petrov & Macdonald, RecSys 2023). A negative with the row of the item that followed does not count. The loss is the
-    mean over the predictions of a sample, then over the samples, weighted by the label and `Schema.sample_weight`.
+    Petrov & Macdonald, RecSys 2023). A negative with the row of the item that followed does not count. Items are told
+    apart by their rows, so tables need a random initializer: rows that are all zero, as of `Zeros` or of ids that are
+    not admitted, always count, and other equal rows never. The loss is the mean over the predictions of a sample, then
+    over the samples, weighted by the label and `Schema.sample_weight`.
 
     Logits are scores of the sample's item after its whole history, 0 without one. They rank items; they are no
     log-odds.
@@ -74,8 +76,8 @@ class NextItem(nn.Module):
         items: number of items that negatives are drawn from, for `gbce`.
         calibration: t of `gbce`: 0 is `bce`, 1 corrects its scores fully.
         layers: number of layers of the backbone.
-        heads: of its attention; divides the width of an event.
-        dropout: share of embeddings and hidden units of `sasrec` that is dropped in training.
+        heads: of the attention of `sasrec` and `hstu`, by default 1; divides the width of an event.
+        dropout: share of embeddings and hidden units that is dropped in training, by default 0; for `sasrec`.
 
     Raises:
         ConfigError: a feature is unknown or does not fit, there is not one binary label, or an option is invalid.
@@ -103,11 +105,12 @@ class NextItem(nn.Module):
         items: int | None = None,
         calibration: float = 0.75,
         layers: int = 2,
-        heads: int = 1,
-        dropout: float = 0.0,
+        heads: int | None = None,
+        dropout: float | None = None,
     ) -> None:
         super().__init__()
         check_choice("backbone", backbone, ("sasrec", "hstu", "gru"))
+        _check_reads(backbone, heads, dropout)
         check_choice("loss", loss, ("sampled_softmax", "bce", "gbce"))
         check_choice("targets", targets, ("all", "newest"))
         _check_label(schema)
@@ -152,6 +155,7 @@ class NextItem(nn.Module):
         self.register_buffer("item_columns", torch.empty(0, dtype=torch.int64), persistent=False)
         width = self.input.dim
         self.backbone: nn.Module
+        heads, dropout = 1 if heads is None else heads, 0.0 if dropout is None else dropout
         if backbone == "sasrec":
             self.backbone = SelfAttentionEncoder(width, length, layers, heads, dropout)
         elif backbone == "hstu":
@@ -330,6 +334,17 @@ class _GRUEncoder(nn.Module):
         """Returns states `[batch, length, width]` at the events."""
         states: Tensor = self.norm(self.gru(values * self.scale)[0])
         return states
+
+
+def _check_reads(backbone: Backbone, heads: int | None, dropout: float | None) -> None:
+    """Raises ConfigError if an option is given that the backbone does not have."""
+    for option, value, backbones in (("heads", heads, ("sasrec", "hstu")), ("dropout", dropout, ("sasrec",))):
+        if value is not None and backbone not in backbones:
+            raise ConfigError(
+                f"backbone = {backbone!r} has no {option}; leave {option} = {value!r} out, or use "
+                f"{' or '.join(map(repr, backbones))}.",
+                field=option,
+            )
 
 
 def _check_label(schema: Schema) -> None:
