@@ -21,6 +21,9 @@ from persia.serve import Predictor, Retriever, ServeOptions
 from persia.serve.http.app import create_app
 from persia.serve.http.limits import ServeLimits
 from persia.serve.item_index import ItemIndex
+from persia.serve.network_builder import NetworkBuilder
+from support import written_log
+from support.written_log import Steps, WrittenLog
 
 DIM, LENGTH, IDS = 4, 5, 30
 
@@ -161,6 +164,48 @@ def test_a_listing_that_fails_is_repeated(monkeypatch):
             index.refresh()
     assert index.refresh() == 2
     agrees(index, rows, 1)
+
+
+class Lookups(Steps):
+    """Towers of a log that a test writes: vectors are rows."""
+
+    features = (("user",), ("item",))
+    user_columns = item_columns = torch.empty(0, dtype=torch.int64)
+
+    def users(self, dense, embeddings):
+        return embeddings["user"]
+
+    def items(self, dense, embeddings):
+        return embeddings["item"][:, :2]
+
+
+def test_items_of_a_new_epoch_are_found(tmp_path, serve, monkeypatch):
+    """Also if the index is refreshed while the network of the epoch is loaded, after its snapshots."""
+    load = NetworkBuilder.load
+
+    def load_late(builder, update):
+        retriever.refresh()
+        return load(builder, update)
+
+    log = WrittenLog(tmp_path / "log", servers=2)
+    log.begin(3)
+    predictor = serve(log, Lookups)
+    user = persia.Batch.from_columns(written_log.SCHEMA, {"user": [0], "item": [0]}, require_labels=False)
+    with Retriever(predictor, seconds=3600.0) as retriever:
+        assert sorted(retriever.search(user, 64).ids[0]) == [*range(64)]
+        monkeypatch.setattr(written_log, "IDS", np.arange(50, 114, dtype=np.uint64))
+        monkeypatch.setattr(NetworkBuilder, "load", load_late)
+        log.begin(5)
+        predictor.refresh()
+        retriever.refresh()
+        user = persia.Batch.from_columns(written_log.SCHEMA, {"user": [60], "item": [0]}, require_labels=False)
+        assert sorted(retriever.search(user, 64).ids[0]) == [*range(50, 114)]
+        monkeypatch.setattr(written_log, "IDS", np.arange(80, 144, dtype=np.uint64))
+        log.rows(0, 6, whole=True)  # A snapshot of one PS.
+        log.rows(1, 6, whole=True)
+        predictor.refresh()
+        retriever.refresh()
+        assert sorted(retriever.search(user, 64).ids[0]) == [*range(80, 144)]
 
 
 def test_models_that_read_more_of_an_item_need_items():

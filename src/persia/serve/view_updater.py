@@ -153,7 +153,8 @@ class ViewUpdater:
                 self._updates += 1
                 self._snapshots += changes is None
                 self._adopt(epoch)
-                self._notify(changes)
+                if changes is not None and epoch is self._reader.current:
+                    self._notify(changes)  # `_adopt` notifies of rows that others replace.
             problem = self._reader.problem
             if self._servers is not None:
                 self._poll(self._servers)
@@ -193,7 +194,7 @@ class ViewUpdater:
                 self._adopt(epoch)
 
     def _notify(self, changes: list[Change] | None) -> None:
-        """Notifies listeners of changes; None if all rows of a PS may have changed."""
+        """Notifies listeners of changes; None if any row may have changed."""
         for listener in list(self.listeners):  # Other threads add and remove listeners.
             if changes is None:
                 listener.note_all()
@@ -268,7 +269,10 @@ class ViewUpdater:
         return _Epoch(run, update.epoch, rows, builder, readers, self._compiler[1])
 
     def _adopt(self, epoch: _Epoch) -> None:
-        """Creates the view of an epoch, if it is complete and anything but the values of rows has changed."""
+        """Creates the view of an epoch, if it is complete and anything but the values of rows has changed.
+
+        Notifies listeners if the new view has other rows: a new epoch's, or those of a snapshot.
+        """
         contained = epoch.rows.contained()
         if contained is None:
             return
@@ -283,12 +287,15 @@ class ViewUpdater:
         if epoch.network is None:
             return
         rows, view = epoch.rows.source(epoch.network.step), self.view
-        if view is not None and view.network is epoch.network and view.rows == rows:
+        same_rows = view is not None and view.rows == rows
+        if view is not None and view.network is epoch.network and same_rows:
             return
         self.view = View(epoch.number, epoch.network, rows, epoch.readers)
         if view is not None:
             self._retired.append(view)
         self._reader.adopt(epoch)
+        if not same_rows:
+            self._notify(None)  # Not before: listeners read the rows of the view.
 
     def _free_views(self) -> None:
         self._retired = [view for view in self._retired if view.used]
