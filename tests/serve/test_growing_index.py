@@ -14,10 +14,11 @@ import persia
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.errors import ConfigError
+from persia.nn.item_catalogue import RowCatalogue
 from persia.nn.models import NextItem, TwoTower
 from persia.publish import PublishOptions
 from persia.schema import DenseFeature, IdFeature, Schema
-from persia.serve import Predictor, Retriever, ServeOptions
+from persia.serve import Predictor, Retriever, ServeOptions, item_index
 from persia.serve.http.app import create_app
 from persia.serve.http.limits import ServeLimits
 from persia.serve.item_index import ItemIndex
@@ -150,6 +151,87 @@ def test_items_that_come_while_a_network_is_loaded_are_found(monkeypatch):
     monkeypatch.setattr(Rows, "read", read_while_an_item_comes)
     index.load(Dots(2), 2)
     agrees(index, rows, 2)
+
+
+def test_ids_without_rows_delay_no_rebuild_and_are_dropped_by_it(monkeypatch):
+    monkeypatch.setattr(item_index, "MIN_FRESH", 2)
+    rows, none = Rows(), np.empty(0, np.uint64)
+    rows.rows = {i: np.full(DIM, i, np.float32) for i in range(100)}
+    index = ItemIndex(Dots(), SCHEMA, None, rows)
+    rows.rows = {i: np.full(DIM, i, np.float32) for i in (3, *range(92, 104))}
+    removed = np.setdiff1d(np.arange(92, dtype=np.uint64), [3])
+    index.note_changes("item", np.arange(100, 104, dtype=np.uint64), removed)
+    index.refresh()
+    assert index.crowded  # 4 of 13 items that can be found; there were 104 ids.
+    index.rebuild()
+    assert not index.crowded
+    assert sorted(index._catalogue.keys) == sorted(rows.rows)
+    agrees(index, rows, 1)
+    rows.rows[50] = np.full(DIM, 50, np.float32)  # An id that was dropped is an item again.
+    index.note_changes("item", np.array([50], np.uint64), none)
+    index.refresh()
+    agrees(index, rows, 1)
+
+
+def test_a_row_that_is_set_while_ids_are_dropped_is_found(monkeypatch):
+    """Before and after the rows were asked which ids they have."""
+    rows, none = Rows(), np.empty(0, np.uint64)
+    rows.rows = {i: np.full(DIM, i, np.float32) for i in range(1, 9)}
+    index = ItemIndex(Dots(), SCHEMA, None, rows)
+    rows.rows = {8: rows.rows[8]}
+    index.note_changes("item", none, np.arange(1, 8, dtype=np.uint64))
+    found, asked = Rows.found, []
+
+    def found_while_rows_are_set(self, table, ids):
+        of_dead = 8 not in ids
+        answer = found(self, table, ids)
+        if of_dead and len(asked) < 2:
+            asked.append(ids)
+            rows.rows[len(asked)] = np.full(DIM, len(asked), np.float32)
+            index.note_changes("item", np.array([len(asked)], np.uint64), none)
+        return answer
+
+    monkeypatch.setattr(Rows, "found", found_while_rows_are_set)
+    index.load(Dots(2), 2)
+    assert len(asked) == 2
+    agrees(index, rows, 2)
+    assert sorted(index._catalogue.keys) == [1, 2, 8]
+
+
+def test_changes_that_are_noted_while_ids_get_other_numbers_are_of_the_right_items(monkeypatch):
+    rows, none = Rows(), np.empty(0, np.uint64)
+    rows.rows = {i: np.full(DIM, i, np.float32) for i in range(1, 9)}
+    index = ItemIndex(Dots(), SCHEMA, None, rows)
+    rows.rows = {i: rows.rows[i] for i in (6, 7, 8)}
+    index.note_changes("item", none, np.arange(1, 6, dtype=np.uint64))
+    unknown = RowCatalogue.unknown
+
+    def unknown_while_ids_are_dropped(catalogue, table, ids):
+        monkeypatch.undo()
+        index.rebuild()
+        return unknown(catalogue, table, ids)
+
+    monkeypatch.setattr(RowCatalogue, "unknown", unknown_while_ids_are_dropped)
+    rows.rows |= {i: np.full(DIM, 10 * i, np.float32) for i in (2, 8)}
+    index.note_changes("item", np.array([2, 8], np.uint64), none)
+    index.refresh()
+    agrees(index, rows, 1)
+
+
+def test_new_ids_are_merged_into_sorted_ones(monkeypatch):
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(40).astype(np.uint64)
+    catalogue = RowCatalogue(SCHEMA, "item", ids[:20])
+    monkeypatch.setattr(np, "argsort", None)  # It would take seconds for millions of ids.
+    for part in (ids[20:21], np.sort(ids[21:40]), ids[:0]):
+        catalogue = catalogue.with_ids(part)
+    asked = np.array([*range(40), 99], np.uint64)
+    np.testing.assert_array_equal(catalogue.keys[catalogue.using("item", asked)], np.arange(40))
+    assert catalogue.unknown("item", asked).tolist() == [99]
+    even = catalogue.subset(catalogue.keys % 2 == 0)
+    np.testing.assert_array_equal(even.keys, catalogue.keys[catalogue.keys % 2 == 0])
+    np.testing.assert_array_equal(even.keys[even.using("item", asked)], np.arange(0, 40, 2))
+    assert even.unknown("item", asked).tolist() == [*range(1, 40, 2), 99]
 
 
 def test_a_listing_that_fails_is_repeated(monkeypatch):

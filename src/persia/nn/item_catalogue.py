@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, cast
@@ -241,8 +242,26 @@ class RowCatalogue(ItemCatalogue):
         return places, self._sorted[places] == ids
 
     def with_ids(self, ids: NDArray[np.uint64]) -> RowCatalogue:
-        """Returns these items, with the same numbers, and new ones behind."""
-        return RowCatalogue(self._schema, self.features[0], np.concatenate([self.keys, ids]))
+        """Returns these items, with the same numbers, and new ones behind. The new ids ascend."""
+        places = np.searchsorted(self._sorted, ids)  # A few ids among millions: sorting all would take longer.
+        numbers = np.arange(len(self), len(self) + len(ids))
+        return self._of(
+            np.concatenate([self.keys, ids]),
+            np.insert(self._order, places, numbers),
+            np.insert(self._sorted, places, ids),
+        )
+
+    def subset(self, kept: NDArray[np.bool_]) -> RowCatalogue:
+        """Returns some of these items, bool `[items]`, in the same order with new numbers."""
+        numbers = np.cumsum(kept) - 1
+        of_order = kept[self._order]
+        return self._of(self.keys[kept], numbers[self._order[of_order]], self._sorted[of_order])
+
+    def _of(self, keys: NDArray[np.uint64], order: NDArray[np.int64], ascending: NDArray[np.uint64]) -> RowCatalogue:
+        """Returns other items of the same table."""
+        result = copy.copy(self)
+        result.keys, result._order, result._sorted = keys, order, ascending
+        return result
 
 
 def check_rows_are_items(towers: Towers, schema: Schema, key: str) -> None:

@@ -17,6 +17,7 @@ from persia.batching.batch import Batch
 from persia.checks import MAX_THREADS, check_choice, check_integer, plain, plain_fields
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.nn.item_catalogue import (
+    CHUNK,
     Catalogue,
     CurrentRows,
     ItemCatalogue,
@@ -90,7 +91,9 @@ class _State:
     Attributes:
         towers: the network.
         step: its global step.
-        graph: graph of vectors, by number of the item.
+        keys: id of each item, uint64 `[items]`.
+        graph: graph of vectors, by position in `numbers`.
+        numbers: numbers of the items in the graph, int64 `[n]`.
         hidden: items that the graph has no current vector for, bool `[items]`: not in it, changed since, or removed.
         fresh: numbers of items that have changed since the graph was built, `[n]`.
         vectors: vectors of the fresh items, float32 `[n, dim]`.
@@ -100,7 +103,9 @@ class _State:
 
     towers: Towers
     step: int
+    keys: NDArray[np.uint64]
     graph: Index
+    numbers: NDArray[np.int64]
     hidden: NDArray[np.bool_]
     fresh: NDArray[np.int64]
     vectors: NDArray[np.float32]
@@ -159,7 +164,7 @@ class ItemIndex:
         self._catalogue.using(self._catalogue.key_table, np.empty(0, np.uint64))  # Sorts it before changes come.
         self._lock = threading.Lock()  # Guards the masks of changes, and replacement of the state.
         self._building = threading.Lock()  # One graph is built at a time.
-        self._refreshing = threading.Lock()
+        self._refreshing = threading.Lock()  # Items keep their numbers while it is held.
         self._dirty = np.zeros(len(self._catalogue), np.bool_)
         """Items whose vectors must be recomputed."""
         self._dirty_in_build: NDArray[np.bool_] | None = None
@@ -183,7 +188,7 @@ class ItemIndex:
     @property
     def crowded(self) -> bool:
         """Whether too many items have changed since the graph was built for fast searches: call `rebuild`."""
-        return len(self._state.fresh) > max(MIN_FRESH, len(self._catalogue) // FRESH_SHARE)
+        return len(self._state.fresh) > max(MIN_FRESH, len(self) // FRESH_SHARE)
 
     @property
     def waiting(self) -> int:
@@ -202,17 +207,22 @@ class ItemIndex:
             ids: uint64 `[n]`, rows that were set, after the rows in `removed` were removed.
             removed: uint64 `[m]`.
         """
-        changed = [self._catalogue.using(table, part) for part in (ids, removed)]
-        gone = self._catalogue.of_keys(table, np.setdiff1d(removed, ids))
-        arrived = self._catalogue.unknown(table, ids)
-        with self._lock:
-            if len(arrived):
-                self._arrived.append(arrived)
-            for mask in (self._dirty, self._dirty_in_build):
-                if mask is not None:
-                    for items in changed:
-                        mask[items] = True
-            self._state.gone[gone] = True
+        while True:
+            catalogue = self._catalogue
+            changed = [catalogue.using(table, part) for part in (ids, removed)]
+            gone = catalogue.of_keys(table, np.setdiff1d(removed, ids))
+            arrived = catalogue.unknown(table, ids)
+            with self._lock:
+                if self._catalogue is not catalogue:
+                    continue  # Its items may have other numbers.
+                if len(arrived):
+                    self._arrived.append(arrived)
+                for mask in (self._dirty, self._dirty_in_build):
+                    if mask is not None:
+                        for items in changed:
+                            mask[items] = True
+                self._state.gone[gone] = True
+                return
 
     def note_all(self) -> None:
         """Records that any row may have changed. Does not block."""
@@ -242,8 +252,7 @@ class ItemIndex:
                     self._dirty[items] = True
                 raise
             with self._lock:
-                if self._state is before:  # Otherwise the state that was built meanwhile has these changes.
-                    self._exchange(after, items)
+                self._exchange(after, items)
         return len(items)
 
     def _grow(self) -> None:
@@ -273,10 +282,12 @@ class ItemIndex:
             self._dirty = _padded(self._dirty, len(catalogue), True)
             if self._dirty_in_build is not None:
                 self._dirty_in_build = _padded(self._dirty_in_build, len(catalogue), True)
-            self._state = _padded_state(self._state, len(catalogue))
+            self._state = _padded_state(self._state, catalogue)
 
     def load(self, model: torch.nn.Module | Towers, step: int) -> None:
         """Computes all vectors with a version of the network, then replaces the old ones atomically. Blocks.
+
+        Drops ids without a row from items that are the rows of a table.
 
         Args:
             model: the version; it must not change afterwards.
@@ -297,11 +308,10 @@ class ItemIndex:
                     with self._lock:
                         items = np.flatnonzero(self._dirty_in_build)
                         self._dirty_in_build[:] = False
-                        if not len(items):
-                            self._dirty[:] = False
-                            self._exchange(state, np.arange(len(self._catalogue)))
-                            return
-                    state = self._updated(state, items)
+                    if len(items):
+                        state = self._updated(state, items)
+                    if self._try_replace(state):
+                        return
             finally:
                 with self._lock:
                     self._dirty_in_build = None
@@ -311,9 +321,38 @@ class ItemIndex:
         state = self._state
         self.load(state.towers, state.step)
 
+    def _try_replace(self, state: _State) -> bool:
+        """Replaces the state by one that was built, and returns True, unless rows have changed in between."""
+        with self._refreshing:
+            kept = self._kept(state)
+            with self._lock:
+                assert self._dirty_in_build is not None
+                if len(state.keys) != len(self._catalogue) or self._dirty_in_build.any():
+                    return False  # A row that was set after `_kept` is noted now, or arrives later as a new id.
+                self._dirty[:] = False
+                if kept is not None:
+                    assert isinstance(self._catalogue, RowCatalogue)
+                    self._catalogue = self._catalogue.subset(kept)
+                    self._dirty = self._dirty[kept]
+                    state = _state_of(state, kept)
+                self._state = dataclasses.replace(state, gone=np.zeros(len(state.keys), np.bool_))
+        return True
+
+    def _kept(self, state: _State) -> NDArray[np.bool_] | None:
+        """Returns the items that a state finds or whose ids have a row, bool `[items]`; None to keep all."""
+        if not isinstance(self._catalogue, RowCatalogue):
+            return None
+        kept = ~state.hidden
+        kept[state.numbers] = True
+        kept[state.fresh] = True
+        others = np.flatnonzero(~kept)
+        for start in range(0, len(others), CHUNK):
+            part = others[start : start + CHUNK]
+            kept[part] = self._rows.found(self._catalogue.key_table, state.keys[part])
+        return None if kept.all() else kept
+
     def _exchange(self, state: _State, items: NDArray[np.int64]) -> None:
         """Makes a state the current one. Its data of these items are newer than recorded removals."""
-        state = _padded_state(state, len(self._catalogue))
         gone = self._state.gone.copy()
         gone[items] &= self._dirty[items]
         self._state = dataclasses.replace(state, gone=gone)
@@ -325,7 +364,7 @@ class ItemIndex:
         count = len(catalogue)
         hidden = np.ones(count, np.bool_)
         graph: Index | None = None
-        dim = 1
+        numbers, dim, size = [np.empty(0, np.int64)], 1, 0
         for items, vectors in catalogue.vectors(towers.items, self._rows, np.arange(count)):
             if graph is None:
                 dim = vectors.shape[1]
@@ -337,21 +376,25 @@ class ItemIndex:
                     expansion_add=options.expansion_add,
                     expansion_search=options.expansion_search,
                 )
-            graph.add(items, vectors.numpy(), threads=options.threads)
+            graph.add(np.arange(size, size + len(items)), vectors.numpy(), threads=options.threads)
+            numbers.append(items)
+            size += len(items)
             hidden[items] = False
         if graph is None:
             graph = Index(ndim=dim, metric="ip", dtype="f32")
         none = np.empty(0, np.int64)
-        return _State(towers, step, graph, hidden, none, np.empty((0, dim), np.float32), np.zeros(count, np.bool_))
+        vectors, gone = np.empty((0, dim), np.float32), np.zeros(count, np.bool_)
+        return _State(towers, step, catalogue.keys, graph, np.concatenate(numbers), hidden, none, vectors, gone)
 
     def _updated(self, state: _State, items: NDArray[np.int64]) -> _State:
         """Returns a state with the current vectors of these items."""
-        state = _padded_state(state, len(self._catalogue))
+        catalogue = self._catalogue
+        state = _padded_state(state, catalogue)
         hidden = state.hidden.copy()
         hidden[items] = True
         stays = ~np.isin(state.fresh, items)
         numbers, vectors = [state.fresh[stays]], [state.vectors[stays]]
-        for part, values in self._catalogue.vectors(state.towers.items, self._rows, items):
+        for part, values in catalogue.vectors(state.towers.items, self._rows, items):
             numbers.append(part)
             vectors.append(values.numpy())
         if not len(vectors[0]):  # A state without items has an arbitrary dim.
@@ -391,7 +434,7 @@ class ItemIndex:
         count = min(k, int((scores > -np.inf).sum(1).min()))
         order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
         nearest = np.take_along_axis(items, order, 1)
-        return Retrieved(self._catalogue.keys[nearest], np.take_along_axis(scores, order, 1), state.step)
+        return Retrieved(state.keys[nearest], np.take_along_axis(scores, order, 1), state.step)
 
     def _from_graph(
         self, state: _State, queries: NDArray[np.float32], k: int
@@ -403,12 +446,13 @@ class ItemIndex:
         while True:
             count = min(count, size)
             matches = state.graph.search(queries, count, threads=1)
-            items = np.asarray(matches.keys).reshape(len(queries), -1).astype(np.int64)
+            positions = np.asarray(matches.keys).reshape(len(queries), -1).astype(np.int64)
             scores = 1 - np.asarray(matches.distances, np.float32).reshape(len(queries), -1)
             counts = getattr(matches, "counts", None)
             if counts is not None:  # Keys beyond these counts are undefined.
-                absent = np.arange(items.shape[1]) >= np.asarray(counts).reshape(-1, 1)
-                items[absent], scores[absent] = 0, -np.inf
+                absent = np.arange(positions.shape[1]) >= np.asarray(counts).reshape(-1, 1)
+                positions[absent], scores[absent] = 0, -np.inf
+            items = state.numbers[positions]
             scores[state.hidden[items] | state.gone[items]] = -np.inf
             if count == size or (scores > -np.inf).sum(1).min() >= k:
                 return items, scores
@@ -429,8 +473,23 @@ def _padded(mask: NDArray[np.bool_], count: int, value: bool) -> NDArray[np.bool
     return mask if len(mask) == count else np.concatenate([mask, np.full(count - len(mask), value)])
 
 
-def _padded_state(state: _State, count: int) -> _State:
-    """Returns a state of `count` items, of which new ones are not in the graph."""
+def _padded_state(state: _State, catalogue: ItemCatalogue) -> _State:
+    """Returns a state of the items of a catalogue, of which new ones are not in the graph."""
+    count = len(catalogue)
     if len(state.gone) == count:
         return state
-    return dataclasses.replace(state, hidden=_padded(state.hidden, count, True), gone=_padded(state.gone, count, False))
+    hidden, gone = _padded(state.hidden, count, True), _padded(state.gone, count, False)
+    return dataclasses.replace(state, keys=catalogue.keys, hidden=hidden, gone=gone)
+
+
+def _state_of(state: _State, kept: NDArray[np.bool_]) -> _State:
+    """Returns a state of some items, bool `[items]`, among them all that have a vector. They get new numbers."""
+    number = np.cumsum(kept) - 1
+    return dataclasses.replace(
+        state,
+        keys=state.keys[kept],
+        numbers=number[state.numbers],
+        hidden=state.hidden[kept],
+        fresh=number[state.fresh],
+        gone=state.gone[kept],
+    )
