@@ -110,3 +110,4 @@ def test_two_towers_with_items_of_a_file(folder):
     assert "give `items`" in persia(*command, "--retrieval", ok=False)
     assert "--items needs --retrieval" in persia(*command, "--items", "items.parquet", ok=False)
     assert "--by does not fit --retrieval" in persia(*command, "--retrieval", "--by", "item", ok=False)
+    assert "--max-values does not fit --retrieval" in persia(*command, "--retrieval", "--max-values", "5", ok=False)

@@ -221,6 +221,7 @@ def test_a_server_with_items_answers_retrieve(tmp_path):
         (["--tls-cert", "cert.pem"], "TLS needs a certificate and its key"),
         (["--item-key", "item"], "--item-key needs --items"),
         (["--items", "items.parquet", "--rows", "tcp://127.0.0.1:1"], "--items needs the rows in this process"),
+        (["--retrieve", "--items", "items.parquet"], "leave one out"),
         (["--retrieve", "--rows", "tcp://127.0.0.1:1"], "--retrieve needs the rows in this process"),
         (["--max-k", "0"], "Invalid max_k = 0"),
         (["--poll-seconds", "0"], "Invalid poll_seconds"),

@@ -25,6 +25,9 @@ Data = Annotated[
     typer.Option("--data", help="Score this file, directory, glob or URL instead, without a split.", metavar="FILE"),
 ]
 
+MAX_VALUES = 20
+"""Default of --max-values."""
+
 
 def evaluate(
     config: Config,
@@ -41,7 +44,12 @@ def evaluate(
         str | None,
         typer.Option("--by", help="Also all metrics for each value of this column of the source.", metavar="COLUMN"),
     ] = None,
-    max_values: Annotated[int, typer.Option(help="Most frequent values with a line of their own.", metavar="N")] = 20,
+    max_values: Annotated[
+        int | None,
+        typer.Option(
+            help="With --by: most frequent values with a line of their own.", metavar="N", show_default=str(MAX_VALUES)
+        ),
+    ] = None,
     retrieval: Annotated[
         bool,
         typer.Option(
@@ -81,7 +89,8 @@ def evaluate(
     from persia.cli import ui as out
 
     of_retrieval = {"--items": items, "--item-key": item_key, "--leave-out": leave_out}
-    _check_options(of_retrieval if not retrieval else {"--group-by": group_by, "--by": by}, retrieval)
+    of_metrics = {"--group-by": group_by, "--by": by, "--max-values": max_values}
+    _check_options(of_metrics if retrieval else of_retrieval, retrieval)
     out.check_writable(json)
     run = read_config(config, overrides)
     trainer, reader = restored(run, scored_source(run, data, labels=True), checkpoint, step)
@@ -91,7 +100,8 @@ def evaluate(
                 reader, items=_items(trainer, items), key=item_key, at=at or (10,), leave_out=leave_out or ()
             )
         else:
-            result = trainer.evaluate(reader, group_by=group_by, at=at or (10,), metrics_by=by, max_values=max_values)
+            values = MAX_VALUES if max_values is None else max_values
+            result = trainer.evaluate(reader, group_by=group_by, at=at or (10,), metrics_by=by, max_values=values)
     if retrieval:
         out.print_retrieval("retrieval", figures)
         record = {"retrieval": dataclasses.asdict(figures)}

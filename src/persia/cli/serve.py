@@ -116,6 +116,11 @@ def serve(
         import torch
 
         torch.set_num_threads(threads)
+    if retrieve and items is not None:
+        raise ConfigError(
+            "--retrieve makes all rows of the item's table the items, and --items those of its files; leave one out.",
+            field="retrieve",
+        )
     retrieves = retrieve or items is not None
     if item_key is not None and not retrieves:
         raise ConfigError("--item-key needs --items, the files with the items, or --retrieve.", field="item_key")

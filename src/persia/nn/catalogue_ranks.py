@@ -34,11 +34,12 @@ class Ranks(NamedTuple):
 
 
 class CatalogueRanks:
-    """Counts the items that score above each user's chosen item, block by block, and keeps the best k. Exact.
+    """Counts the items that score above each user's chosen item, block by block, and keeps the best k.
 
-    A score is the dot product of two float32 vectors, summed in float64 and rounded to float32: so it does not depend
-    on the other items of its block, and items with equal vectors have equal scores. All items are given once, in blocks
-    of any size and in any order. Not thread-safe.
+    A score is the dot product of two float32 vectors, summed in float64 and rounded to float32. Blocks of another size
+    may sum in another order, which changes the last bits of float64 and so, very rarely, the last bit of a score: an
+    item with the same vector as the chosen one may then count as above or below it instead of equal. All items are
+    given once, in blocks of any size and in any order. Not thread-safe.
 
     Cost: `2 * users * items * dim` operations in float64. Memory: `12 * dim + 8 * k + 24` bytes for each user, 8 for
     each left-out pair, `8 * dim` for each item of a block, and 8 MiB of scores, 64 MiB on a GPU. All of it is on the
