@@ -1,6 +1,7 @@
 """`Trainer.evaluate_retrieval` against ranks in NumPy from all scores, for models with towers."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -213,6 +214,38 @@ def test_unlabelled_samples_all_count(next_items):
     without = persia.Batch(batch.id_features, batch.dense, np.empty((len(batch), 0), np.float32))
     assert next_items.evaluate_retrieval([without]).rows == len(batch)
     assert next_items.evaluate_retrieval([batch]).rows == np.count_nonzero(batch.labels)
+
+
+def test_a_model_with_shared_negatives_is_evaluated_on_the_plain_reader():
+    plain = chains(0, 60)
+    columns = {
+        "item": plain.id_features["item"].values,
+        "history": [plain.id_features["history"].slice(row, row + 1).values for row in range(60)],
+        "ages": list(plain.dense),
+        "chosen": plain.labels[:, 0],
+    }
+    samples = persia.data.arrow(pa.table(columns), CHAINS, 20)
+    drawn = persia.data.shared_negatives(samples, ["item"], 10, by="popularity", history=["history"])
+    model = NextItem(
+        drawn.schema,
+        backbone="hstu",
+        ages="ages",
+        negatives=["negative_item"],
+        log_q="log_q",
+        history_log_q="history_log_q",
+        negatives_log_q="negative_log_q",
+    )
+    run = trainer(model, drawn.schema)
+    run.fit(drawn)
+    found = run.evaluate_retrieval(samples, at=AT, leave_out=["history"])
+    assert found.rows == np.count_nonzero(plain.labels)
+    close(found, run.evaluate_retrieval(drawn, at=AT, leave_out=["history"]))
+    without = persia.Batch(plain.id_features, plain.dense[:, :0], plain.labels)
+    with pytest.raises(DataError, match="dense"):  # The ages of events are read.
+        run.evaluate_retrieval([without])
+    only_items = persia.Batch({"item": plain.id_features["item"]}, plain.dense, plain.labels)
+    with pytest.raises(DataError, match="lacks feature 'history'"):
+        run.evaluate_retrieval([only_items])
 
 
 def test_bad_arguments_are_refused(next_items, towers):

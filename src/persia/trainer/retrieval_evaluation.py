@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -25,11 +26,13 @@ from persia.nn.item_catalogue import (
     CHUNK,
     Catalogue,
     RowCatalogue,
+    TowerFeatures,
     Towers,
     check_rows_are_items,
     key_of,
     only,
     towers_of,
+    user_features,
 )
 from persia.nn.row_access import RowAccess
 from persia.schema import IdFeature, Schema
@@ -92,7 +95,8 @@ class RetrievalEvaluator:
         with self._evaluator.evaluation_mode():
             towers = towers_of(self._network.model)
             key = key_of(towers.features[1], options.key)
-            samples = _Samples(schema, towers.features[0], key, _checked_names(schema, key, options.leave_out))
+            leave_out = _checked_names(schema, key, options.leave_out)
+            samples = _Samples(schema, user_features(towers, schema), key, leave_out)
             self._embeddings.await_pushes()
             competing = self._items(towers, key, items)
             metrics = RetrievalMetrics(len(competing), at)
@@ -205,12 +209,12 @@ class _Samples:
 
     Args:
         schema: of the batches.
-        features: ID-type features of the user.
+        features: features of the user.
         key: feature of the chosen item.
         leave_out: features whose ids do not compete.
     """
 
-    def __init__(self, schema: Schema, features: Sequence[str], key: str, leave_out: Sequence[str]) -> None:
+    def __init__(self, schema: Schema, features: TowerFeatures, key: str, leave_out: Sequence[str]) -> None:
         self._schema = schema
         self._features = features
         self._key = key
@@ -225,6 +229,7 @@ class _Samples:
                     f"Batch {position} was fed to embedding workers, and its ids are not here; evaluate `Batch`es.",
                     batch=position,
                 )
+            batch = self._completed(batch)
             batch.validate(self._schema, require_labels=False)
             labels = batch.labels[:, 0] if batch.labels.shape[1] else np.ones(len(batch), np.float32)
             rows = np.flatnonzero(labels > 0)  # NaN, a missing label, is not.
@@ -243,7 +248,28 @@ class _Samples:
                     np.concatenate([np.empty(0, np.uint64), *(column.values for column in columns)]),
                 )
             )
-            yield only(self._schema, chosen, self._features)
+            yield only(self._schema, chosen, self._features.ids)
+
+    def _completed(self, batch: Batch) -> Batch:
+        """Returns a batch in which features that ranking does not read are empty: it may lack them.
+
+        So a reader without the drawn items of `shared_negatives` fits a model that was trained with them. Dense
+        features may be missing from the end, where readers add their own.
+        """
+        schema, dense = self._schema, batch.dense
+        read = {*self._features.ids, self._key, *self._leave_out}
+        nothing = IdColumn(np.empty(0, np.uint64), np.zeros(len(batch) + 1, np.int64))
+        columns = {name: column for name, column in batch.id_features.items() if name in read}
+        columns |= {feature.name: nothing for feature in schema.id_features if feature.name not in read}
+        ends = {name: place.stop for name, place in schema.dense_slices.items()}
+        width = dense.shape[1] if dense.ndim == 2 else -1
+        if (
+            width < schema.dense_width
+            and width in (0, *ends.values())
+            and all(ends[name] <= width for name in self._features.dense)
+        ):
+            dense = np.pad(dense, ((0, 0), (0, schema.dense_width - width)))
+        return dataclasses.replace(batch, id_features=columns, dense=dense)
 
     def next(self, vectors: Tensor) -> _Users:
         """Returns the samples of the oldest batch of `of` that were not returned yet, with their vectors."""

@@ -86,7 +86,8 @@ class Scoring:
 
         Args:
             data: batches; samples whose first label is above 0 count, weighted by it and by `Schema.sample_weight`. All
-                samples of batches without labels count.
+                samples of batches without labels count. They need only features of the user, the item's id and
+                `leave_out`; dense features may be missing from the end of the schema's.
             items: the items that compete: rows with the item's features, as one batch or several, or a reader. Those
                 without a row of their own do not, as in `persia.serve.Retriever`. None for all rows of the item's
                 table, if the id is all that the model reads of an item.
