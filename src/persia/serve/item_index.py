@@ -383,8 +383,8 @@ class ItemIndex:
         if graph is None:
             graph = Index(ndim=dim, metric="ip", dtype="f32")
         none = np.empty(0, np.int64)
-        vectors, gone = np.empty((0, dim), np.float32), np.zeros(count, np.bool_)
-        return _State(towers, step, catalogue.keys, graph, np.concatenate(numbers), hidden, none, vectors, gone)
+        nothing, gone = np.empty((0, dim), np.float32), np.zeros(count, np.bool_)
+        return _State(towers, step, catalogue.keys, graph, np.concatenate(numbers), hidden, none, nothing, gone)
 
     def _updated(self, state: _State, items: NDArray[np.int64]) -> _State:
         """Returns a state with the current vectors of these items."""
