@@ -30,7 +30,7 @@ from persia.batching import default_threads
 from persia.modes import Hybrid, Mode
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.models import DLRM, FFNN
-from persia.nn.transfer import Ready, Then, copied_array, nothing_to_do, staging_for
+from persia.nn.staging import Ready, Then, copied_array, nothing_to_do, staging_for
 from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, EmbeddingOptimizer
 from persia.services import Connection

@@ -14,10 +14,10 @@ import persia
 from persia import batching
 from persia.cluster import RayOptions
 from persia.errors import ConfigError
-from persia.nn import transfer
+from persia.nn import staging
 from persia.nn.options import CollectionOptions
 from persia.nn.prepared import loss_scale
-from persia.nn.transfer import CpuStaging, copied_array, staging_for
+from persia.nn.staging import CpuStaging, array_block, block_tensors, copied_array, staging_for, tensor_block
 from persia.ps import EmbeddingServer
 from persia.services import Connection
 from persia.worker import Worker
@@ -35,7 +35,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-        monkeypatch.setattr(transfer, "CudaStaging", lambda device: device)
+        monkeypatch.setattr(staging, "CudaStaging", lambda device: device)
 
     return report
 
@@ -214,6 +214,57 @@ def test_an_array_of_any_kind_is_copied_once_without_a_warning(dtype, rows, step
         assert array.any() == np.arange(rows * step * 3).astype(dtype).reshape(rows * step, 3)[::step].any()
 
 
+def in_a_block(array, pool=None):
+    """Returns the copy of an array in a block."""
+    return block_tensors(*array_block({"it": array}, pool))["it"].numpy()
+
+
+@st.composite
+def some_arrays(draw):
+    """Arrays of any dtype and layout, with empty ones and odd sizes, so that parts of a block need padding."""
+    arrays = {}
+    for number in range(draw(st.integers(0, 6))):
+        shape = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+        array = np.arange(np.prod(shape)).reshape(shape).astype(draw(st.sampled_from(DTYPES)))
+        arrays[f"a{number}"] = array.T if draw(st.booleans()) else array
+        arrays[f"a{number}"].flags.writeable = draw(st.booleans())
+    return arrays
+
+
+@given(some_arrays())
+def test_arrays_cross_in_one_block(arrays):
+    block, parts = array_block(arrays)
+    assert (block.dtype, block.dim()) == (torch.uint8, 1)
+    whole = block.clone()  # A device has another copy.
+    found = block_tensors(whole, parts)
+    assert list(found) == list(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name].numpy(), array)
+        assert found[name].numpy().dtype == array.dtype
+        assert found[name].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert found[name].storage_offset() * found[name].element_size() % staging.ALIGNMENT == 0
+
+
+@given(some_arrays())
+def test_tensors_come_back_in_one_block(arrays):
+    tensors = {name: copied_array(array) for name, array in arrays.items()}
+    if not tensors:
+        return
+    block, parts = tensor_block(tensors)
+    assert (block.dtype, block.dim()) == (torch.uint8, 1)
+    found = block_tensors(block.clone(), parts)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype
+
+
+def test_a_tensor_alone_comes_back_without_a_copy_on_the_device():
+    rows = torch.arange(6.0).view(2, 3)
+    block, _ = tensor_block({"rows": rows})
+    assert block.data_ptr() == rows.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("read_only", [False, True])
 def test_a_large_array_is_copied_by_several_threads(dtype, read_only, monkeypatch):
@@ -224,9 +275,9 @@ def test_a_large_array_is_copied_by_several_threads(dtype, read_only, monkeypatc
     array.flags.writeable = not read_only
     pool = batching.ThreadPool(3)
     for one in (array, array.T, array[:, ::2]):
-        np.testing.assert_array_equal(copied_array(one, pool).numpy(), one)
-    assert len(copied) == (array.nbytes >= transfer.LARGE)
-    copied_array(array)
+        np.testing.assert_array_equal(in_a_block(one, pool), one)
+    assert len(copied) == (array.nbytes >= staging.LARGE)
+    in_a_block(array)
     assert len(copied) <= 1
 
 
@@ -237,7 +288,7 @@ def test_a_large_array_of_any_kind_is_copied(dtype):
     odd = np.frombuffer(b"x" + array.tobytes(), np.uint8, offset=1).view(dtype)
     assert not odd.flags.aligned
     for one in (array.reshape(2, 4, 8, -1), odd):
-        np.testing.assert_array_equal(copied_array(one, pool).numpy(), one)
+        np.testing.assert_array_equal(in_a_block(one, pool), one)
 
 
 def test_the_host_shares_writable_and_copies_read_only_arrays():
@@ -254,9 +305,9 @@ def test_the_host_shares_writable_and_copies_read_only_arrays():
 def test_read_only_arrays_are_pinned(dtype):
     array = np.arange(100).astype(dtype)
     array.flags.writeable = False
-    copy = copied_array(array, pin_memory=True)
-    assert copy.is_pinned()
-    tensors, ready = transfer.staging_for("cuda").to_device({"it": array})
+    block, _ = array_block({"it": array}, pin_memory=True)
+    assert block.is_pinned()
+    tensors, ready = staging_for("cuda").to_device({"it": array})
     ready()
     np.testing.assert_array_equal(tensors["it"].cpu().numpy(), array)
 
@@ -264,10 +315,10 @@ def test_read_only_arrays_are_pinned(dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_large_array_arrives_whole():
-    staging = transfer.staging_for("cuda")
-    arrays = [np.random.default_rng(seed).random(3 * transfer.LARGE + 5) for seed in range(5)]
+    cuda = staging_for("cuda")
+    arrays = [np.random.default_rng(seed).random(3 * staging.LARGE + 5) for seed in range(5)]
     # Pinned memory of a copy must not be lent again while the device reads it.
-    copies = [staging.to_device({"it": array}) for array in arrays]
+    copies = [cuda.to_device({"it": array}) for array in arrays]
     for array, (tensors, ready) in zip(arrays, copies, strict=True):
         ready()
         np.testing.assert_array_equal(tensors["it"].cpu().numpy(), array)

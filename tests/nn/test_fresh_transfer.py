@@ -10,7 +10,8 @@ from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.errors import DataError
 from persia.modes import Sync
-from persia.nn.transfer import CpuStaging, Transfer
+from persia.nn.staging import CpuStaging
+from persia.nn.transfer import Transfer
 from persia.optim import SGD
 from persia.schema import Table
 from persia.types import Contribution, FreshRows, Packed, PushHeader

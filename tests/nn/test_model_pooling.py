@@ -89,7 +89,7 @@ def single_ids(draw):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(single_ids())
-def test_rows_of_samples_equal_those_of_the_native_path(case):
+def test_single_ids_one_by_one_equal_those_of_the_native_path(case):
     """Values, gradients, and which tables get none."""
     dims, counts, of_features, inverse, left_out = case
     names = [f"f{number}" for number in range(len(of_features))]

@@ -17,8 +17,10 @@ from persia.errors import ConfigError, DataError, StaleBatchError, StoreError
 from persia.modes import Async, Bsp, Gba, HopBs, Hybrid, Sync
 from persia.nn.gate import LookupTime
 from persia.nn.options import CollectionOptions
+from persia.nn.pooling import PooledAhead
 from persia.nn.row_cache import SLOT_BYTES, RowCache, leaves_time_for_copies
-from persia.nn.transfer import CpuStaging, unpacked
+from persia.nn.staging import CpuStaging
+from persia.nn.transfer import unpacked
 from persia.schema import AdmitMinFrequency, Table
 from persia.services import Connection
 from persia.types import Packed
@@ -280,7 +282,7 @@ def train(cluster, mode, cache_rows, batches, on_host=True, accumulation=1, devi
     embeddings._expander.on_host = embeddings._transfer._on_host = on_host
     seen = []
     for number, batch in enumerate(embeddings.prefetch(batches)):
-        assert (batch.pooled is not None) == on_host
+        assert isinstance(batch.pooled, PooledAhead) == on_host
         entry = cluster.worker.distinct_ids(batch.batch_id)
         seen.append((entry["item"].copy(), batch.rows["item"].detach().clone().cpu().numpy()))
         loss = sum((values.square() + values).mean() * (1 + number % 3) for values in embeddings(batch).values())

@@ -14,7 +14,8 @@ from persia.batching.id_column import IdColumn
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, compact, inspect, reshard
 from persia.errors import CheckpointError, ConfigError, DataError, StoreError
 from persia.modes import Hybrid, Sync
-from persia.nn.transfer import CpuStaging, Transfer, decode, decode_tensors, staging_for
+from persia.nn.staging import CpuStaging, staging_for
+from persia.nn.transfer import Transfer, decode, decode_tensors
 from persia.optim import Adagrad, Adam, RowwiseAdagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import declared_sizes

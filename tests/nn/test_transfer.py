@@ -8,7 +8,8 @@ import persia
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.nn.pooling import Expander
-from persia.nn.transfer import CpuStaging, Transfer, joined
+from persia.nn.staging import CpuStaging
+from persia.nn.transfer import Transfer, joined
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
 from persia.services import Connection
@@ -77,15 +78,13 @@ def test_rows_and_gradients_have_the_same_bits_on_both_ways(train):
     found = worker.lookup(worker.register(batch.id_features), train)
     assert found.scales is not None
     staging = CpuStaging()
-    host, device = (Transfer(staging, on_host, SCHEMA.resolved_tables()) for on_host in (True, False))
+    expander, tables = Expander(SCHEMA, staging.device), SCHEMA.resolved_tables()
+    host, device = (Transfer(staging, on_host, tables, expander=expander) for on_host in (True, False))
     (mine, _), (theirs, _) = host.rows(batch, found), device.rows(batch, found)
     for name, rows in mine.rows.items():
         assert torch.equal(theirs.rows[name], rows)
     # What the device has is enough to expand them there.
-    expander = Expander(SCHEMA, staging.device)
-    expander.on_host = False
-    expanded = expander(theirs.rows, theirs.inverse, theirs.offsets)
-    expander.on_host = True
+    expanded = theirs.pooled.embeddings()
     for name, values in expander(mine.rows, mine.inverse, mine.offsets).items():
         torch.testing.assert_close(expanded[name], values)
     gradients = {name: torch.randn_like(rows) for name, rows in mine.rows.items()}

@@ -12,7 +12,8 @@ import persia
 from persia import Batch, IdColumn
 from persia.modes import Hybrid, Sync
 from persia.nn.pooling import Expander
-from persia.nn.transfer import CpuStaging, Transfer
+from persia.nn.staging import CpuStaging
+from persia.nn.transfer import Transfer
 from persia.optim import SGD
 from persia.replay import Setting, simulate, steady
 from persia.replay.virtual import VirtualTraining
@@ -92,28 +93,33 @@ def test_values_and_gradients_are_those_of_a_loop(case, on_host, compression):
     worker = Cluster(compression).connect(schema, SGD(lr=0.5), Sync(), 3).worker
     number = worker.register(batch.id_features)
     ids = worker.distinct_ids(number)
-    transfer = Transfer(CpuStaging(), on_host, schema.resolved_tables())
+    expander = Expander(schema, torch.device("cpu"), 1)
+    transfer = Transfer(CpuStaging(), on_host, schema.resolved_tables(), expander=expander)
     prepared, ready = transfer.rows(batch, worker.lookup(number))
     ready()
-    expander = Expander(schema, torch.device("cpu"), 1)
-    expander.on_host = on_host
     by_id = {}
     for name, leaf in prepared.rows.items():
         by_id[name] = torch.zeros(7, leaf.shape[1], dtype=torch.float64)
         by_id[name][ids[name].astype(np.int64)] = leaf.double()
         by_id[name].requires_grad_()
         leaf.requires_grad_()
+    if not on_host:
+        prepared.pooled.leaf.requires_grad_()
     expected = pooled_by_a_loop(schema, batch, by_id)
-    found = expander(prepared.rows, prepared.inverse, prepared.offsets, prepared.id_weights)
+    index = prepared.inverse, prepared.offsets, prepared.id_weights
+    found = expander(prepared.rows, *index) if on_host else prepared.pooled.embeddings()
     targets = {name: torch.randn_like(pooled) for name, pooled in found.items()}
     for name, pooled in expected.items():
         torch.testing.assert_close(found[name], pooled.float(), rtol=1e-5, atol=1e-6)
     for values, leaves in ((found, prepared.rows), (expected, by_id)):
         terms = [(values[name] * target).sum() for name, target in targets.items()]
         sum(terms + [0 * leaf.sum() for leaf in leaves.values()]).backward()
-    for name, leaf in prepared.rows.items():
+    gradients = {name: leaf.grad for name, leaf in prepared.rows.items()}
+    if not on_host:
+        gradients = prepared.pooled.take_gradients(gradients, None)
+    for name, gradient in gradients.items():
         wanted = by_id[name].grad[ids[name].astype(np.int64)].float()
-        torch.testing.assert_close(leaf.grad, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
 
 
 SCHEMA = persia.Schema(

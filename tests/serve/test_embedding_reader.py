@@ -8,7 +8,7 @@ import torch
 
 import persia
 from persia import batching
-from persia.nn.transfer import CpuStaging
+from persia.nn.staging import CpuStaging
 from persia.serve.embedding_reader import EmbeddingReader
 from persia.serve.row_sources import LocalRows, ServerRows
 from persia.store.served import ServedTable

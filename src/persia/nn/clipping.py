@@ -28,6 +28,10 @@ def clipped(gradients: Packed[np.float32], limit: float | None) -> Packed[np.flo
 
 def clipped_tensors(gradients: Mapping[str, torch.Tensor], limit: float) -> dict[str, torch.Tensor]:
     """Does the same on the device of tensors, at least one, without waiting for it."""
-    values = joined(list(gradients.values())).double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    parts = list(gradients.values())
+    whole = joined(parts)
+    values = whole.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     factor = (limit / torch.linalg.vector_norm(values)).clamp(max=1.0).float()
-    return {table: gradient.mul_(factor) for table, gradient in gradients.items()}
+    for part in [whole] if whole.data_ptr() == parts[0].data_ptr() else parts:  # As one, where they are one.
+        part.mul_(factor)
+    return dict(gradients)

@@ -39,13 +39,14 @@ from persia.nn.push_log import PushCounts, PushLog
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.row_cache import CacheCounts, RowCache
+from persia.nn.staging import staging_for
 from persia.nn.step_pass import StepPass, StepPushes, named
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.nn.token_pass import TokenPass
 from persia.nn.training_lookup import TrainingLookup
 from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
-from persia.nn.transfer import Transfer, staging_for
+from persia.nn.transfer import Transfer
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.schema.pooled_features import sent_tables
 from persia.services import Cluster, ProcessCluster
@@ -109,11 +110,10 @@ class EmbeddingCollection(torch.nn.Module):
         self.schema = schema
         self.optimizer = optimizer
         self._staging = staging_for(self.options.device)
-        self._expander = Expander(schema, self._staging.device)
-        clip_norm = self.options.clip_embedding_norm
-        self._transfer = Transfer(self._staging, self._expander.on_host, sent_tables(schema), clip_norm)
-        mode = mode or Hybrid()
-        connection = self.connection = cluster.connect(schema, optimizer, mode, self.options.seed)
+        self._expander = pools = Expander(schema, self._staging.device)
+        tables, clip_norm = sent_tables(schema), self.options.clip_embedding_norm
+        self._transfer = Transfer(self._staging, pools.on_host, tables, clip_norm, pools)
+        connection = self.connection = cluster.connect(schema, optimizer, mode := mode or Hybrid(), self.options.seed)
         if not isinstance(cluster, ProcessCluster):  # There, NN workers train.
             check_gpus(self._staging.device.type, self.connection.gpus)
         self._worker = self.connection.worker
@@ -251,7 +251,7 @@ class EmbeddingCollection(torch.nn.Module):
             if batch.pooled is not None:
                 return batch.pooled.embeddings()
             pool = self._expander.of_pooled(batch.pooled_ids)
-            return pool(batch.rows, batch.inverse, batch.offsets, batch.id_weights)
+            return pool(batch.rows, *pool.index(batch.inverse, batch.offsets, batch.id_weights))
 
     def looked_up_again(self, batch: PreparedBatch) -> PreparedBatch:
         """Returns the batch whose gradient was pushed last, with its rows as they are now; read-only. Blocks.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from persia.nn.pooling import PooledAhead
 from persia.nn.prepared import PreparedBatch, loss_scale
 from persia.nn.step_timings import StepTimings
 from persia.nn.transfer import Encoded, Transfer
@@ -51,7 +52,7 @@ class GradientCollector:
             A function that waits until they are on the host, and returns the gradients of its rows.
         """
         # Sums take less memory than the gradients of features.
-        crowded = batch.pooled is not None and not batch.pooled.fits(unpushed)
+        crowded = isinstance(batch.pooled, PooledAhead) and not batch.pooled.fits(unpushed)
         gradients = self._transfer.gradients_of(
             batch,
             loss_scale(self.scaler, self._device),

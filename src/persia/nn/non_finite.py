@@ -141,10 +141,8 @@ def _bad(contribution: Contribution, name: str) -> BoolArray:
 
 def _used(batch: PreparedBatch, feature: str, bad: BoolArray) -> BoolArray:
     """Returns which of the bad rows of its table a feature of a batch uses."""
-    index = batch.inverse[feature]
-    places = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
     used = np.zeros_like(bad)
-    used[places] = True
+    used[batch.inverse[feature]] = True
     return np.logical_and(used, bad)
 
 

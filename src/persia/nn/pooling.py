@@ -12,6 +12,7 @@ import torch
 
 from persia import batching
 from persia.errors import PersiaError
+from persia.nn.pooling_plan import PooledFeature
 from persia.nn.torch_pooling import SequenceEmbedding, expand_with_torch
 from persia.nn.trained_tables import TrainedTables
 from persia.schema import Pooling, Schema, Table
@@ -52,13 +53,17 @@ class Expander:
         schema: features and their pooling.
         device: on the CPU the native path runs, elsewhere torch operations.
         threads: of the native path.
+
+    Attributes:
+        features: table, pooling and maximum length of each feature.
     """
 
     def __init__(self, schema: Schema, device: torch.device, threads: int | None = None) -> None:
         self.on_host = device.type == "cpu"
-        self._features = {
+        self.features: Mapping[str, PooledFeature] = {
             f.name: (f.table_name, cast("Pooling | None", f.pooling), f.max_length) for f in schema.id_features
         }
+        self._device = device
         self._number(schema.resolved_tables())
         self._schema = schema
         self._pool = batching.ThreadPool(threads or torch.get_num_threads())
@@ -83,9 +88,9 @@ class Expander:
     def _without_rows(self, tables: Collection[str]) -> Expander:
         expander = copy.copy(self)  # It shares the threads.
         features = {f.name: values_name(f) for f in self._schema.id_features if f.table_name in tables}
-        expander._features = {
+        expander.features = {
             name: (features[name], "sum", None) if name in features else of_feature
-            for name, of_feature in self._features.items()
+            for name, of_feature in self.features.items()
         }
         of_schema = {name: table for name, table in self._schema.resolved_tables().items() if name not in tables}
         sent = sent_tables(self._schema)
@@ -113,7 +118,7 @@ class Expander:
         """
         if not self.on_host:
             return expand_with_torch(
-                self._features,
+                self.features,
                 rows,
                 cast("Mapping[str, torch.Tensor]", inverse),
                 cast("Mapping[str, torch.Tensor | None]", offsets),
@@ -121,6 +126,25 @@ class Expander:
             )
         plans, tables = self._plans(inverse, offsets, weights), [rows[table] for table in self._tables]
         return self.by_feature(_NativePool.apply(self, plans, *tables))  # type: ignore[no-untyped-call]
+
+    def index(
+        self,
+        inverse: Mapping[str, Inverse],
+        offsets: Mapping[str, Int64Array | None],
+        weights: Mapping[str, Floats],
+    ) -> tuple[Any, Any, Any]:
+        """Returns which rows the samples have as the other methods take it: where it is, or as tensors of the device.
+
+        Args:
+            inverse: by feature.
+            offsets: by feature, or None if each sample has one id.
+            weights: by feature with weights.
+        """
+        if self.on_host:
+            return inverse, offsets, weights
+        places = {name: torch.from_numpy(index.astype(np.int64)).to(self._device) for name, index in inverse.items()}
+        ends = {n: None if own is None else torch.tensor(own, device=self._device) for n, own in offsets.items()}
+        return places, ends, {name: torch.tensor(own, device=self._device) for name, own in weights.items()}
 
     def pool_one(
         self,
@@ -140,11 +164,11 @@ class Expander:
             weights: by feature with weights.
         """
         if self.on_host:
-            plan = self._plans(inverse, offsets, weights)[list(self._features).index(name)]
+            plan = self._plans(inverse, offsets, weights)[list(self.features).index(name)]
             self.pool_rows([plan], [rows[table].numpy() for table in self._tables])
             return
         tensors = cast("Mapping[str, torch.Tensor]", inverse), cast("Mapping[str, torch.Tensor | None]", offsets)
-        expand_with_torch({name: self._features[name]}, rows, *tensors, cast("Mapping[str, torch.Tensor]", weights))
+        expand_with_torch({name: self.features[name]}, rows, *tensors, cast("Mapping[str, torch.Tensor]", weights))
         torch.cuda.synchronize()
 
     def ahead(
@@ -202,7 +226,7 @@ class Expander:
         following = iter(outputs)
         return {
             name: next(following) if pooling is not None else SequenceEmbedding(next(following), next(following))
-            for name, (_, pooling, _) in self._features.items()
+            for name, (_, pooling, _) in self.features.items()
         }
 
     def _plans(
@@ -220,7 +244,7 @@ class Expander:
                 max_length if pooling is None else None,
                 cast("Floats | None", weights.get(name)),
             )
-            for name, (table, pooling, max_length) in self._features.items()
+            for name, (table, pooling, max_length) in self.features.items()
         ]
 
 

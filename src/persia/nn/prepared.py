@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from persia.errors import PersiaError, StaleBatchError
-from persia.nn.pooling import UNWEIGHTED, PooledAhead, Weights
+from persia.nn.pooled_together import PooledTogether
+from persia.nn.pooling import UNWEIGHTED, PooledAhead
+from persia.nn.row_groups import RowGroup
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
 from persia.types import Floats, Ids, Int32Array, Int64Array, Inverse, Moment, Packed, RegisteredBatch
@@ -24,18 +26,17 @@ class PreparedBatch:
         dense: float32 `[batch, Schema.dense_width]`.
         labels: float32 `[batch, labels]`; NaN where one is missing.
         day: int32 `[batch]` on the host, or None.
-        rows: by table, float32 `[unique ids, dim]`; on a host as they are packed.
-        inverse: by feature, the index of each id's row; arrays on the CPU, else tensors.
-        offsets: by feature, int64 `[batch + 1]`, also arrays on the CPU and else tensors; or None if each sample has
-            one id.
+        rows: by table, float32 `[unique ids, dim]`; on a host as they are packed, on a device by group.
+        inverse: by feature, the index of each id's row; arrays of the host, as the next.
+        offsets: by feature, int64 `[batch + 1]`; or None if each sample has one id.
 
     Attributes:
         weights: weight of each sample, float32 `[batch]`; None weighs all 1.
         groups: group of each sample, int64 `[batch]`; None without groups.
-        id_weights: weights of ids, by feature with weights, float32; arrays or tensors, as `inverse`.
+        id_weights: weights of ids, by feature with weights, float32, as `inverse`.
         batch_id: its key at the embedding worker; None if no gradient is awaited.
-        pooled: its features on the host, which keep their own gradients: the rows then get only the gradients of
-            loss terms that use them directly. Else None.
+        pooled: its features, which keep their own gradients: the rows then get only the gradients of loss terms that
+            use them directly. None for a batch of the host that is only read.
         compressed: whether its rows have travelled as float16, so that its gradients do too.
         dummy: whether it stands in for data that this NN worker does not have; the network must not learn from it.
         token: its token, in asynchronous modes.
@@ -59,22 +60,23 @@ class PreparedBatch:
         dense: torch.Tensor,
         labels: torch.Tensor,
         day: Int32Array | None,
-        rows: dict[str, torch.Tensor] | Packed[np.float32],
-        inverse: dict[str, Inverse] | dict[str, torch.Tensor],
-        offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None],
+        rows: dict[str, torch.Tensor] | Packed[np.float32] | list[RowGroup],
+        inverse: dict[str, Inverse],
+        offsets: dict[str, Int64Array | None],
     ) -> None:
         self.dense = dense
         self.labels = labels
         self.day = day
         self._packed = rows if isinstance(rows, Packed) else None
-        self._rows = None if isinstance(rows, Packed) else rows
+        self._groups = rows if isinstance(rows, list) else None
+        self._rows = rows if isinstance(rows, dict) else None
         self.inverse = inverse
         self.offsets = offsets
         self.weights: torch.Tensor | None = None
         self.groups: torch.Tensor | None = None
-        self.id_weights: Weights = UNWEIGHTED
+        self.id_weights: Mapping[str, Floats] = UNWEIGHTED
         self.batch_id: int | None = None
-        self.pooled: PooledAhead | None = None
+        self.pooled: PooledAhead | PooledTogether | None = None
         self.compressed = False
         self.dummy = False
         self.token: DrawnToken | None = None
@@ -104,9 +106,11 @@ class PreparedBatch:
         With `pooled`, only a loss that uses rows directly needs them, so they are made by the first access.
         """
         if self._rows is None:
-            assert self._packed is not None
-            views = self._packed.items()
-            self._rows = {n: torch.from_numpy(v) if v.flags.writeable else torch.tensor(v) for n, v in views}
+            if self._groups is not None:
+                self._rows = {name: rows for group in self._groups for name, rows in group.by_table().items()}
+            else:
+                views = self.packed_rows().items()
+                self._rows = {n: torch.from_numpy(v) if v.flags.writeable else torch.tensor(v) for n, v in views}
             if self.trains:
                 self._make_leaves(self._trained(self._rows))
         if self.pooled_ids and not isinstance(self._rows, _SomeRows):
@@ -121,6 +125,8 @@ class PreparedBatch:
         """Returns the number of distinct rows, by table."""
         if self._packed is not None:
             return dict(zip(self._packed.names, self._packed.counts, strict=True))
+        if self._groups is not None:
+            return {name: n for (of, _) in self._groups for name, n in zip(of.tables, of.counts, strict=True)}
         return {name: len(rows) for name, rows in self.rows.items()}
 
     def id_counts(self) -> dict[str, int]:
@@ -131,6 +137,11 @@ class PreparedBatch:
         """Returns the rows of a batch on a host. Their buffer may be written until they are used."""
         assert self._packed is not None
         return self._packed
+
+    def row_groups(self) -> list[RowGroup]:
+        """Returns the rows of a batch on a device. They may be written until they are used."""
+        assert self._groups is not None
+        return self._groups
 
     def refreshed(self, copied: Callable[[], None]) -> None:
         """Notes that rows on the device were overwritten; `copied` makes the using thread wait for it."""
@@ -199,13 +210,12 @@ class PreparedBatch:
         self._closed = True
         return awaited
 
-    def take_gradients(self, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Takes the gradients off the leaves, by table, divided by `scale`. Does not wait for the device.
+    def take_gradients(self, factor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Takes the gradients off the leaves, by table, times `factor`. Does not wait for the device.
 
         Args:
-            scale: float32 `[]` on the device; see `loss_scale`.
+            factor: float32 `[]` on the device; None for 1.
         """
-        factor = None if scale is None else scale.double().reciprocal().float()
         gradients: dict[str, torch.Tensor] = {}
         for table, leaf in (self._rows or {}).items():
             if leaf.grad is not None and table not in self.frozen:
@@ -269,14 +279,9 @@ def dummy_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatc
     tables = {name: torch.zeros(1, table.dim, device=device) for name, table in schema.resolved_tables().items()}
     dense = torch.zeros(rows, schema.dense_width, device=device)
     labels = torch.zeros(rows, len(schema.label_names), device=device)
-    if device.type == "cpu":
-        index: dict[str, Inverse] = {name: np.empty(0, np.uint16) for name in names}
-        ends: dict[str, Int64Array | None] = {name: np.zeros(rows + 1, np.int64) for name in names}
-        batch = PreparedBatch(dense, labels, None, tables, index, ends)
-    else:
-        nowhere = torch.empty(0, dtype=torch.int64, device=device)
-        starts: dict[str, torch.Tensor | None] = {name: nowhere.new_zeros(rows + 1) for name in names}
-        batch = PreparedBatch(dense, labels, None, tables, dict.fromkeys(names, nowhere), starts)
+    index: dict[str, Inverse] = {name: np.empty(0, np.uint16) for name in names}
+    ends: dict[str, Int64Array | None] = {name: np.zeros(rows + 1, np.int64) for name in names}
+    batch = PreparedBatch(dense, labels, None, tables, index, ends)
     batch.dummy = True
     if schema.group is not None:  # A loss may need them.
         batch.groups = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from persia.errors import DeadlineError
 from persia.nn.channel import get_or_idle
 from persia.nn.prepared import PreparedBatch
-from persia.nn.transfer import Ready
+from persia.nn.staging import Ready
 from persia.retry import Deadline
 
 __all__ = ["RowRefresher"]

@@ -27,8 +27,9 @@ from persia.nn.push_log import Gradient, PushLog
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_cache import RowCache
 from persia.nn.row_refresher import RowRefresher
+from persia.nn.staging import Ready
 from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
-from persia.nn.transfer import Encoded, Ready
+from persia.nn.transfer import Encoded
 from persia.types import PushHeader, RegisteredBatch
 
 __all__ = ["MOST_PUSHES", "StepPass", "StepPushes", "named"]

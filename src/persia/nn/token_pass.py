@@ -21,9 +21,10 @@ from typing import NamedTuple
 from persia.batching.batch import Batch
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import Gradient
+from persia.nn.staging import Ready
 from persia.nn.token_client import DrawnToken, TokenClient
 from persia.nn.training_pass import PassContext, PassData, TrainingPass
-from persia.nn.transfer import Encoded, Ready
+from persia.nn.transfer import Encoded
 from persia.types import PushHeader, RegisteredBatch
 
 __all__ = ["TokenPass"]

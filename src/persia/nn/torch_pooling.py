@@ -1,14 +1,12 @@
-"""Pools rows by torch operations: the path of a GPU, and the readable twin of the native path."""
+"""Pools rows feature by feature, by torch operations: the readable twin of the native path and of `PooledTogether`."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from persia.nn.joined_tensors import joined, of_one_width
 from persia.schema import Pooling
 
 __all__ = ["SequenceEmbedding", "expand_with_torch", "pool_bags", "sequence_of"]
@@ -24,38 +22,6 @@ class SequenceEmbedding(NamedTuple):
 
     values: torch.Tensor
     mask: torch.Tensor
-
-
-class _RowsOfSamples(torch.autograd.Function):
-    """The rows at places `[features, batch]` of all tables, one behind the other, which have one width.
-
-    As in the native path, a table none of whose features has a gradient gets none.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, places: torch.Tensor, of_features: list[int], *rows: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(places)
-        ctx.of_features, ctx.counts = of_features, [len(part) for part in rows]
-        ctx.set_materialize_grads(False)
-        values = torch.cat(rows).index_select(0, places.view(-1))
-        return tuple(torch.unsafe_split(values, places.shape[1]))  # Not views: a model may change them in place.
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        given = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
-        if not given:
-            return (None,) * (2 + len(ctx.counts))
-        if len(given) < len(gradients):
-            places = torch.stack([places[number] for number in given])
-        joint = torch.cat(list(given.values()))
-        sums = joint.new_zeros(sum(ctx.counts), joint.shape[1]).index_add_(0, places.view(-1), joint)
-        used = {ctx.of_features[number] for number in given}
-        parts = sums.split(ctx.counts)  # One behind the other in one storage, as they are to be sent.
-        return None, None, *(part if number in used else None for number, part in enumerate(parts))
 
 
 def pool_bags(
@@ -138,7 +104,7 @@ def expand_with_torch(
     offsets: Mapping[str, torch.Tensor | None],
     weights: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor | SequenceEmbedding]:
-    """Pools all features with torch operations: the path of a GPU, and the readable twin of the native path.
+    """Pools all features one by one.
 
     Args:
         features: by name: table, pooling, max_length.
@@ -148,42 +114,10 @@ def expand_with_torch(
         weights: by feature with weights.
     """
     pooled: dict[str, torch.Tensor | SequenceEmbedding] = {}
-    single: dict[str, str] = {}
     for name, (table, pooling, max_length) in features.items():
         if pooling is None:
             assert max_length is not None
             pooled[name] = sequence_of(rows[table], inverse[name], offsets[name], max_length)
-        elif offsets[name] is None and len(inverse[name]) and name not in weights:
-            single[name] = table
         else:
             pooled[name] = pool_bags(rows[table], inverse[name], offsets[name], pooling, weights.get(name))
-    # Rows without gradients are apart, so that none is computed for them.
-    for trained in (True, False):
-        alike = {name: rows[table] for name, table in single.items() if rows[table].requires_grad is trained}
-        for names in of_one_width(alike):
-            pooled.update(rows_of_samples({name: single[name] for name in names}, rows, inverse))
-    return {name: pooled[name] for name in features}
-
-
-def rows_of_samples(
-    features: Mapping[str, str], rows: Mapping[str, torch.Tensor], inverse: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Returns the row of each sample's id by feature, `[batch, dim]`: a few kernels for any number of features.
-
-    Args:
-        features: their tables, by name. Samples have one id in each; the rows of all tables have one width.
-        rows: by table, `[unique, dim]`.
-        inverse: by feature, integer `[batch]`.
-    """
-    names = sorted(features, key=lambda name: inverse[name].element_size())
-    if len(names) == 1:
-        return {name: pool_bags(rows[table], inverse[name], None, "sum") for name, table in features.items()}
-    tables = list(dict.fromkeys(features.values()))
-    first = dict(zip(tables, itertools.accumulate((len(rows[table]) for table in tables), initial=0), strict=False))
-    of_sizes = itertools.groupby((inverse[name] for name in names), torch.Tensor.element_size)
-    places = torch.cat([joined(list(group)).to(torch.int64) for _, group in of_sizes]).view(len(names), -1)
-    starts = torch.tensor([[first[features[name]]] for name in names], pin_memory=places.is_cuda)
-    places = places + starts.to(places.device, non_blocking=True)
-    of_features = [tables.index(features[name]) for name in names]
-    values = _RowsOfSamples.apply(places, of_features, *(rows[table] for table in tables))  # type: ignore[no-untyped-call]
-    return dict(zip(names, values, strict=True))
+    return pooled

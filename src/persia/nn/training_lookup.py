@@ -14,7 +14,8 @@ from persia.nn.pooling import Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch
 from persia.nn.push_log import PushLog
 from persia.nn.row_cache import CachePlan, RowCache
-from persia.nn.transfer import Ready, Transfer, nothing_to_do
+from persia.nn.staging import Ready, nothing_to_do
+from persia.nn.transfer import Transfer
 from persia.schema import Schema
 from persia.types import RegisteredBatch
 

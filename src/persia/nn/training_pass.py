@@ -20,8 +20,9 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import PushLog
 from persia.nn.reading_thread import READ_AHEAD, ReadingThread
 from persia.nn.replicas import EqualSteps
+from persia.nn.staging import Ready
 from persia.nn.training_lookup import TrainingLookup
-from persia.nn.transfer import Encoded, Ready
+from persia.nn.transfer import Encoded
 from persia.types import RegisteredBatch
 
 __all__ = ["PassContext", "PassData", "Push", "TrainingPass"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,198 +13,28 @@ from numpy.typing import NDArray
 from persia import batching
 from persia.batching.batch import Batch
 from persia.dense.torch_threads import shorten_spinning
-from persia.errors import ConfigError
-from persia.memory import host_memory
 from persia.nn.clipping import clipped, clipped_tensors
 from persia.nn.joined_tensors import joined, of_one_width, together
-from persia.nn.options import check_device
-from persia.nn.pooling import UNWEIGHTED, Weights
+from persia.nn.pooled_together import FeatureGroup, PooledTogether
+from persia.nn.pooling import Expander, PooledAhead
+from persia.nn.pooling_plan import FeatureIndex, plan_group
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
+from persia.nn.row_groups import RowGroup, group_layouts
+from persia.nn.staging import Ready, Staging, nothing_to_do
 from persia.schema import Table
 from persia.schema.pooled_features import pooled_feature
-from persia.types import Floats, FreshRows, Int64Array, Inverse, LookedUp, Packed, RegisteredBatch, WireRows
+from persia.types import Floats, FreshRows, Inverse, LookedUp, Packed, RegisteredBatch, WireRows
 
 __all__ = [
-    "CpuStaging",
-    "CudaStaging",
     "Encoded",
-    "Ready",
-    "Staging",
     "Transfer",
-    "copied_array",
     "decode",
     "decode_tensors",
     "encode",
     "encode_tensors",
     "encoded",
-    "nothing_to_do",
-    "staging_for",
 ]
-
-Ready = Callable[[], None]
-"""To be called by the thread that uses the tensors, before it does."""
-
-Then = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-
-
-class Staging(Protocol):
-    """Moves arrays of the host to tensors of a device, and back."""
-
-    device: torch.device
-
-    def to_device(
-        self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
-    ) -> tuple[dict[str, torch.Tensor], Ready]:
-        """Returns tensors on the device; call the second result in the using thread first.
-
-        Args:
-            arrays: on the host.
-            then: maps the tensors on the device to those that are returned.
-        """
-
-    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
-        """Starts copying; the result blocks until the copies are there. Called by the training thread."""
-
-    def free_bytes(self) -> int:
-        """Returns the memory of the device that new tensors can take."""
-
-
-class CpuStaging:
-    """Staging without a device: tensors and arrays share memory."""
-
-    device = torch.device("cpu")
-
-    def to_device(
-        self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
-    ) -> tuple[dict[str, torch.Tensor], Ready]:
-        """Wraps the arrays."""
-        # torch has no read-only tensors: it warns, and a write would crash.
-        tensors = {
-            name: torch.from_numpy(array) if array.flags.writeable else copied_array(array)
-            for name, array in arrays.items()
-        }
-        return tensors if then is None else then(tensors), nothing_to_do
-
-    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
-        """Wraps the tensors."""
-        arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
-        return lambda: arrays
-
-    def free_bytes(self) -> int:
-        """Returns the free memory of the host."""
-        return host_memory().free
-
-
-class CudaStaging:
-    """Pinned memory and one side stream per direction, so that copies overlap with computing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._up = torch.cuda.Stream(device)
-        self._down = torch.cuda.Stream(device)
-        # The network is on the device, so these threads need not leave processors to it.
-        self._pool = batching.ThreadPool(batching.default_threads())
-
-    def to_device(
-        self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
-    ) -> tuple[dict[str, torch.Tensor], Ready]:
-        """Copies on the side stream; the using stream waits for an event, the thread does not."""
-        tensors: dict[str, torch.Tensor] = {}
-        with torch.cuda.stream(self._up):
-            for name, array in arrays.items():
-                tensors[name] = copied_array(array, self._pool, pin_memory=True).to(self.device, non_blocking=True)
-            if then is not None:
-                tensors = then(tensors)
-            copied = torch.cuda.Event()
-            copied.record(self._up)
-
-        def ready() -> None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(copied)
-            for tensor in tensors.values():
-                # The caching allocator must not reuse the memory before this stream has used it.
-                tensor.record_stream(stream)
-
-        return tensors, ready
-
-    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
-        """Copies on the side stream, after the work that the training stream has queued."""
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
-        pinned: dict[str, torch.Tensor] = {}
-        with torch.cuda.stream(self._down):
-            for name, tensor in tensors.items():
-                tensor.record_stream(self._down)
-                pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                pinned[name].copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(self._down)
-
-        def wait() -> dict[str, Any]:
-            copied.synchronize()
-            return {name: tensor.numpy() for name, tensor in pinned.items()}
-
-        return wait
-
-    def free_bytes(self) -> int:
-        """Returns the free memory of the device, with what torch has reserved and does not use."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-
-
-def staging_for(name: str) -> Staging:
-    """Returns the staging of a device of this process.
-
-    Args:
-        name: see `CollectionOptions.device`.
-
-    Raises:
-        ConfigError: the device is unknown, or not there.
-    """
-    check_device(name)
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cpu" or (name == "auto" and not available):
-        return CpuStaging()
-    index = int(name[len("cuda:") :]) if name.startswith("cuda:") else None
-    if not available or (index is not None and index >= available):
-        raise ConfigError(
-            f"Device {name!r} is not available in this process: torch {torch.__version__} sees {available} CUDA "
-            "devices. Use cpu or auto, a torch with CUDA, or on a cluster RayOptions(gpus=1), which gives each NN "
-            "worker a GPU.",
-            field="device",
-        )
-    # By number: other threads may have another current device.
-    return CudaStaging(torch.device("cuda", torch.cuda.current_device() if index is None else index))
-
-
-LARGE = 1 << 20
-"""Bytes of an array that several threads copy."""
-
-
-def copied_array(
-    array: NDArray[np.generic], pool: batching.ThreadPool | None = None, *, pin_memory: bool = False
-) -> torch.Tensor:
-    """Returns a tensor with a copy of an array, which may be read-only and of any layout. Copies once.
-
-    `torch.from_numpy(array).pin_memory()` warns of read-only arrays, and copies on one thread.
-
-    Args:
-        array: of any dtype that torch has.
-        pool: threads for a large array that is contiguous; None for the calling one.
-        pin_memory: whether a CUDA device can copy from the tensor by itself.
-    """
-    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-    copy = torch.empty(array.shape, dtype=dtype, pin_memory=pin_memory)
-    if pool is not None and array.nbytes >= LARGE and array.flags.c_contiguous:
-        batching.copy_array(copy.numpy(), array, pool)
-    else:
-        np.copyto(copy.numpy(), array)
-    return copy
-
-
-def nothing_to_do() -> None:
-    """No-op: the tensors are ready."""
-
 
 Encoded = tuple[Packed[np.float32 | np.float16], Packed[np.float32] | None]
 """Gradients by table as they travel, and their scales if they are compressed."""
@@ -281,16 +111,23 @@ class Transfer:
         on_host: whether the native core works on the rows.
         tables: the tables of the schema, and those of values that embedding workers may pool, by name.
         clip_norm: largest norm of the gradients of a batch; None for no clipping.
+        expander: has the features to pool on a device; without it `PreparedBatch.pooled` is None there.
     """
 
     def __init__(
-        self, staging: Staging, on_host: bool, tables: Mapping[str, Table], clip_norm: float | None = None
+        self,
+        staging: Staging,
+        on_host: bool,
+        tables: Mapping[str, Table],
+        clip_norm: float | None = None,
+        expander: Expander | None = None,
     ) -> None:
         self._staging = staging
         self._tables = tables
         self._frozen = frozenset(name for name, table in tables.items() if not table.trainable)
         self._on_host = on_host
         self._clip_norm = clip_norm
+        self._expander = expander
         self._scratch = batching.Scratch()
 
     @property
@@ -320,9 +157,12 @@ class Transfer:
             arrays["groups"] = batch.groups.view(np.int64)  # Torch has no operations of uint64.
         if cached is not None:
             arrays["places"] = cached.places.buffer
-        rows: dict[str, torch.Tensor] | Packed[np.float32]
-        inverse: dict[str, Inverse] | dict[str, torch.Tensor]
-        offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
+        rows: dict[str, torch.Tensor] | Packed[np.float32] | list[RowGroup]
+        pooled: PooledTogether | None = None
+        inverse, weights = lookup.inverse, {} if lookup.weights is None else dict(lookup.weights.items())
+        if lookup.pooled:
+            inverse.update(dict.fromkeys(_pooled_features(lookup), _places(len(batch.labels))))
+        index = FeatureIndex(inverse, dict(lookup.offsets.items()), weights)
         if self._on_host:
             plain = decode(lookup.rows, lookup.scales, self._scratch, self._tables)
             if lookup.left_out is not None and included is not None:
@@ -332,51 +172,44 @@ class Transfer:
                 own = self._scratch.floats(plain.buffer.size)
                 own[:] = plain.buffer
                 plain = Packed(plain.names, plain.counts, own, plain.widths)
-            rows, inverse = plain, lookup.inverse
+            rows = plain
             if cached is None:
                 tensors, ready = self._staging.to_device(arrays)
             else:
                 tensors, ready = self._staging.to_device({**arrays, "rows": plain.buffer})
                 looked_up = unpacked(tensors["rows"], plain)
                 rows = cached.assemble(looked_up, unpacked(tensors["places"].long(), cached.places))
-            ends = cast("Mapping[str, Int64Array]", lookup.offsets)
-            if lookup.pooled:
-                inverse.update(dict.fromkeys(_pooled_features(lookup), _places(len(batch.labels))))
-            offsets = {name: ends.get(name) for name in inverse}
-            id_weights: Weights = UNWEIGHTED if lookup.weights is None else dict(lookup.weights.items())
         else:
-            packs = {"rows": lookup.rows, "narrow": lookup.narrow, "wide": lookup.wide, "offsets": lookup.offsets}
-            optional = {"scales": lookup.scales, "id_weights": lookup.weights}
-            packed: dict[str, Packed[Any]] = {**packs, **{k: pack for k, pack in optional.items() if pack is not None}}
-            arrays.update({kind: pack.buffer for kind, pack in packed.items()})
-            if included is not None:
-                arrays["included"] = included.buffer.astype(np.int64)
+            on_device = _DeviceRows(lookup, self._tables, self._frozen, included, cached)
+            features = {} if self._expander is None else self._expander.of_pooled(lookup.pooled or ()).features
+            plans = [plan_group(layout, features, index) for layout in on_device.layouts]
+            arrays.update(on_device.arrays)
+            for number, plan in enumerate(plans):
+                if plan is not None:
+                    arrays.update({f"{kind}/{number}": array for kind, array in plan.arrays.items()})
             # Made on the device, in the stream that has copied the rest.
-            made: dict[str, dict[str, torch.Tensor]] = {}
+            groups: list[FeatureGroup] = []
 
             def unpack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-                made.update({kind: unpacked(tensors[kind], pack) for kind, pack in packed.items()})
-                made["rows"] = decode_tensors(made["rows"], made.get("scales"), self._tables)
-                if cached is not None:
-                    made["rows"] = cached.assemble(made["rows"], unpacked(tensors["places"].long(), cached.places))
-                if lookup.left_out is not None and included is not None:
-                    index, whole = unpacked(tensors["included"], included), dict[str, torch.Tensor]()
-                    for (name, rows), count in zip(made["rows"].items(), lookup.left_out.counts, strict=True):
-                        whole[name] = rows.new_zeros(count, rows.shape[1]).index_copy_(0, index[name], rows)
-                    made["rows"] = whole
-                return {**tensors, **{f"rows/{name}": rows for name, rows in made["rows"].items()}}
+                on_device.unpack(tensors)
+                for number, (plan, of_group) in enumerate(zip(plans, on_device.groups, strict=True)):
+                    if plan is not None:
+                        of_plan = {kind: tensors[f"{kind}/{number}"] for kind in plan.arrays}
+                        groups.append(FeatureGroup.of(plan, of_group, of_plan))
+                made = {f"rows/{number}": of_group.values for number, of_group in enumerate(on_device.groups)}
+                bags = {f"bags/{number}": group.bags for number, group in enumerate(groups) if group.bags is not None}
+                return {**tensors, **made, **bags}
 
             tensors, ready = self._staging.to_device(arrays, unpack)
-            rows, inverse = made["rows"], {**made["narrow"], **made["wide"]}
-            if lookup.pooled:
-                places = torch.arange(len(batch.labels), device=self._staging.device)
-                inverse.update(dict.fromkeys(_pooled_features(lookup), places))
-            offsets = {name: made["offsets"].get(name) for name in inverse}
-            id_weights = made.get("id_weights", UNWEIGHTED)
+            rows = on_device.groups
+            if features:
+                tables = {name: table for name, (table, _, _) in features.items()}
+                pooled = PooledTogether(groups, tables, self._staging.device)
+        offsets = {name: index.offsets.get(name) for name in inverse}
         prepared = PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets)
-        prepared.frozen = self._frozen
+        prepared.frozen, prepared.pooled = self._frozen, pooled
         prepared.weights, prepared.groups = tensors.get("weights"), tensors.get("groups")
-        prepared.id_weights, prepared.pooled_ids = id_weights, lookup.pooled or {}
+        prepared.id_weights, prepared.pooled_ids = weights, lookup.pooled or {}
         prepared.seen, prepared.left_out = lookup.seen, lookup.left_out
         return prepared, ready
 
@@ -410,7 +243,10 @@ class Transfer:
             return lambda: batching.put_places(batch.packed_rows(), places, plain)
         counts = batch.row_counts()
         batching.check_places({name: counts.get(name, 0) for name in places}, places)  # A device would only stop.
-        arrays: dict[str, NDArray[Any]] = {"rows": packed.buffer, "places": places.buffer.astype(np.int64)}
+        groups = batch.row_groups()
+        arrays: dict[str, NDArray[Any]] = {"rows": packed.buffer}
+        for number, group in enumerate(groups):
+            arrays[f"places/{number}"] = group.layout.places(places)
         if fresh.scales is not None:
             arrays["scales"] = fresh.scales.buffer
 
@@ -418,9 +254,11 @@ class Transfer:
             scales = unpacked(tensors["scales"], fresh.scales) if fresh.scales is not None else None
             rows = decode_tensors(unpacked(tensors["rows"], packed), scales, self._tables)
             with torch.no_grad():
-                for name, index in unpacked(tensors["places"], places).items():
-                    if len(index):
-                        batch.rows[name].index_copy_(0, index, rows[name])
+                for number, (layout, values) in enumerate(groups):
+                    changed = tensors[f"places/{number}"]
+                    if len(changed):
+                        own = [rows[name] for name in layout.tables if name in rows]
+                        values.index_copy_(0, changed, together(own))
             return tensors
 
         return lambda: batch.refreshed(self._staging.to_device(arrays, put)[1])
@@ -442,9 +280,13 @@ class Transfer:
             sum_now: sums the gradients of each row here, where the features are pooled ahead. Else the thread that
                 calls the result does.
         """
-        if batch.pooled is None:
+        if not isinstance(batch.pooled, PooledAhead):
+            factor = None if scale is None else scale.double().reciprocal().float()
             with torch.no_grad():
-                return self.gradients(batch.take_gradients(scale), compressed)
+                if batch.pooled is None:
+                    return self.gradients(batch.take_gradients(factor), compressed)
+                used_directly = batch.take_gradients(None)
+                return self.gradients(batch.pooled.take_gradients(used_directly, factor), compressed)
         of_rows = {table: gradient.detach().numpy() for table, gradient in batch.take_gradients(None).items()}
         summed = batch.pooled.gradients(of_rows, 1.0 if scale is None else 1.0 / float(scale))
         if sum_now:
@@ -475,6 +317,61 @@ class Transfer:
             return Packed(names, counts, arrays["rows"], widths), Packed(names, counts, arrays["scales"])
 
         return wait
+
+
+class _DeviceRows:
+    """The rows of a batch that was looked up, on their way to a device.
+
+    Args:
+        lookup: what was found.
+        tables: by name.
+        frozen: tables that get no gradient.
+        included: places of the rows that were not left out; None if all are there.
+        cached: has the other rows; None without.
+
+    Attributes:
+        layouts: of the groups of tables.
+        arrays: what has to be on the device.
+        groups: all rows, after `unpack`.
+    """
+
+    def __init__(
+        self,
+        lookup: LookedUp,
+        tables: Mapping[str, Table],
+        frozen: Set[str],
+        included: Packed[np.uint32] | None,
+        cached: CachePlan | None,
+    ) -> None:
+        self._lookup = lookup
+        self._tables = tables
+        self._included = included
+        self._cached = cached
+        counts = lookup.rows.counts
+        if lookup.left_out is not None:
+            counts = lookup.left_out.counts
+        if cached is not None:
+            wanted = dict(zip(cached.wanted.names, cached.wanted.counts, strict=True))
+            counts = [wanted[name] for name in lookup.rows.names]
+        self.layouts = group_layouts(lookup.rows.names, counts, tables, frozen)
+        self.arrays: dict[str, NDArray[Any]] = {"rows": lookup.rows.buffer}
+        if lookup.scales is not None:
+            self.arrays["scales"] = lookup.scales.buffer
+        if included is not None:
+            self.arrays |= {f"included/{n}": layout.places(included) for n, layout in enumerate(self.layouts)}
+        self.groups: list[RowGroup] = []
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes the groups from the arrays on the device, in its current stream."""
+        scales = None if self._lookup.scales is None else unpacked(tensors["scales"], self._lookup.scales)
+        rows = decode_tensors(unpacked(tensors["rows"], self._lookup.rows), scales, self._tables)
+        if self._cached is not None:
+            rows = self._cached.assemble(rows, unpacked(tensors["places"].long(), self._cached.places))
+        for number, layout in enumerate(self.layouts):
+            values = together([rows[name] for name in layout.tables])
+            if self._included is not None:
+                values = values.new_zeros(layout.rows, layout.dim).index_copy_(0, tensors[f"included/{number}"], values)
+            self.groups.append(RowGroup(layout, values))
 
 
 def _pooled_features(lookup: LookedUp) -> list[str]:

@@ -16,7 +16,8 @@ from persia.batching import RoutedBatch
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.nn.pooling import Embeddings, Expander, SequenceEmbedding
-from persia.nn.transfer import Staging, Transfer, copied_array
+from persia.nn.staging import Staging, copied_array
+from persia.nn.transfer import Transfer
 from persia.schema import Pooling, Schema
 from persia.serve.row_sources import RowLookup, Rows
 from persia.store.served import lookup_packed
@@ -57,8 +58,7 @@ class EmbeddingReader:
             pool = batching.ThreadPool(threads)
             self._pooler = batching.Pooler(features, list(self._dims.values()), pool, self._scratch)
         else:
-            self._expander = Expander(schema, staging.device, threads)
-            self._transfer = Transfer(staging, False, tables)
+            self._transfer = Transfer(staging, False, tables, expander=Expander(schema, staging.device, threads))
 
     def read(self, batch: Batch, source: RowLookup) -> tuple[torch.Tensor, torch.Tensor, Embeddings]:
         """Returns dense features `[batch, n]`, labels `[batch, labels]` and the embeddings of a batch, on the device.
@@ -84,8 +84,8 @@ class EmbeddingReader:
         looked_up = LookedUp(wire, routed.narrow, routed.wide, routed.offsets, weights=routed.weights)
         prepared, ready = self._transfer.rows(batch, looked_up)
         ready()
-        index = prepared.inverse, prepared.offsets, prepared.id_weights
-        return prepared.dense, prepared.labels, self._expander(prepared.rows, *index)
+        assert prepared.pooled is not None
+        return prepared.dense, prepared.labels, prepared.pooled.embeddings()
 
     def _rows_of_single_ids(self, columns: Sequence[IdColumn], rows: Rows) -> Embeddings:
         """Returns the embeddings of features with one id per sample, which are the rows, by one lookup."""

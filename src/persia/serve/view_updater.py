@@ -13,7 +13,7 @@ from persia.batching.item_codes import read_code_files
 from persia.checkpoint.compatibility import schema_differences
 from persia.checks import without_userinfo
 from persia.errors import CheckpointError, PublishError
-from persia.nn.transfer import staging_for
+from persia.nn.staging import staging_for
 from persia.publish import Change, Description, ModelDescription, NetworkUpdate, follow
 from persia.publish.epoch_reader import EpochReader, Update
 from persia.serve.cache import SnapshotCache

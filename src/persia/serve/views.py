@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from persia.batching.batch import Batch
-from persia.nn.transfer import Staging
+from persia.nn.staging import Staging
 from persia.schema import Schema
 from persia.serve.embedding_reader import EmbeddingReader
 from persia.serve.network_builder import Network

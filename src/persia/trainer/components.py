@@ -12,7 +12,7 @@ from persia.dense.torch_threads import TorchThreads
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions, check_gpus
-from persia.nn.transfer import Staging, staging_for
+from persia.nn.staging import Staging, staging_for
 from persia.optim import APMSqueeze
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.tracking import Tracker

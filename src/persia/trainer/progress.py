@@ -21,7 +21,7 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.non_finite import extreme_inputs, merged, named
 from persia.nn.prepared import PreparedBatch
-from persia.nn.transfer import Staging
+from persia.nn.staging import Staging
 from persia.telemetry.live import LiveLine, Snapshot
 from persia.telemetry.run_record import NonFiniteRows
 from persia.telemetry.tracking import Tracker
