@@ -147,7 +147,7 @@ wheel-test: install wheel  ## install the wheel into an empty environment, and t
 
 # First words of the names that `python -m benchmarks --list` prints. In `make bench` each has a process of its own, so that none
 # measures what another left behind. Smoke runs share two: to import torch and to start Ray takes longer than most of them.
-BENCHMARKS = plan scale driver capacity ssd store peers batch reading checkpoint rpc step sync gpu reuse profile globo quality modes fresh paper traffic ps roles cluster recovery threads apms wheel zoo seq interop ui init publish kafka serve online targets features token model
+BENCHMARKS = plan scale driver capacity ssd store peers batch reading checkpoint rpc step compile sync gpu reuse profile globo quality modes fresh paper traffic ps roles cluster recovery threads apms wheel zoo seq interop ui init publish kafka serve online targets features token model
 BESIDE_RAY = plan scale driver capacity fresh cluster publish online recovery rpc roles ps traffic threads ssd checkpoint ui
 
 bench: install  ## every figure of docs/performance.md, some hours

@@ -40,7 +40,7 @@ __all__ = [
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "checkpoint_parallel",
-    "rpc", "step", "step_dispatches", "sync", "gpu", "reuse",
+    "rpc", "step", "step_dispatches", "compiled_step", "sync", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows",
     "paper_arrival", "paper_fresh", "paper_gba",
     "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "clients", "several_hosts", "roles",

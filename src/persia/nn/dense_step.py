@@ -12,6 +12,7 @@ import torch
 
 from persia.dense.torch_threads import TorchThreads
 from persia.errors import ConfigError
+from persia.nn.compiled_training import CompiledTraining, CompileMode
 from persia.nn.objective import Objective
 from persia.nn.pooling import Embeddings
 from persia.nn.prepared import PreparedBatch, loss_scale
@@ -45,12 +46,14 @@ class StepOptions(NamedTuple):
         precision: "bf16" and "fp16" run the forward pass under autocast; "fp16" also scales the loss.
         accumulation_steps: backward passes per optimizer step; the loss is divided by it.
         clip_norm: largest global norm of the dense gradient; None for no clipping.
+        compile: mode of `torch.compile` for the network in training; None leaves it as it is.
     """
 
     schedule: Schedule | None = None
     precision: Precision = "float32"
     accumulation_steps: int = 1
     clip_norm: float | None = None
+    compile: CompileMode | None = None
 
 
 class DenseStep:
@@ -82,7 +85,8 @@ class DenseStep:
         self.model = model.to(device)
         self._objective = Objective(model, schema)
         self.make_optimizer = optimizer
-        self.replicas: Replicas = SingleReplica(self.model)
+        self._compiled = None if options.compile is None else CompiledTraining(self.model, options.compile, device)
+        self.replicas: Replicas = SingleReplica(self.trained)
         self.tracer = Tracer()
         self.threads: TorchThreads | None = None
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -116,6 +120,11 @@ class DenseStep:
         self.times = Histogram()
         """Time that batches took; on a GPU, to be launched."""
 
+    @property
+    def trained(self) -> torch.nn.Module:
+        """The module to call in training: the compiled network, if it is compiled; it has the same parameters."""
+        return self.model if self._compiled is None else self._compiled.module
+
     def forward_backward(
         self, batch: PreparedBatch, embeddings: Embeddings, *, all_reduce: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +141,7 @@ class DenseStep:
         """
         self._began = time.perf_counter()
         if not all_reduce:
-            result = self._forward_backward(batch, embeddings, self.model)
+            result = self._forward_backward(batch, embeddings, self.trained)
             self.times.add(time.perf_counter() - self._began)
             return result
         self._batches += 1
@@ -148,14 +157,20 @@ class DenseStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with self.tracer.span("forward"):
             with self._autocast():
-                output = model(batch.dense, embeddings)
+                if self._compiled is None:
+                    output = model(batch.dense, embeddings)
+                else:
+                    output = self._compiled(model, batch.dense, embeddings, eager=batch.dummy)
             logits, loss = self._objective(output, batch.labels, batch.weights, batch.groups)
         scaled = loss if self._accumulation == 1 else loss / self._accumulation
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         with self.tracer.span("backward"):
             scaled.backward()
-        return logits.detach(), loss.detach()
+        logits, loss = logits.detach(), loss.detach()
+        if self._compiled is not None and self._compiled.replays:
+            return logits.clone(), loss.clone()
+        return logits, loss
 
     def apply(self) -> bool:
         """Ends a batch of an update. Updates the network if it was the last one, and returns whether it was."""

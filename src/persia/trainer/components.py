@@ -88,11 +88,13 @@ def assemble(
         check_gpus(options.device, cluster.gpus)  # Before processes are started.
     # NN workers resolve the device where they run; this process may have others.
     staging = staging_for("cpu" if trains_in_other_processes else options.device)
+    # The copy of the driver does not train.
+    compiled = None if trains_in_other_processes else options.compile
     network = DenseStep(
         model,
         optimizer,
         staging.device,
-        StepOptions(options.schedule, options.precision, options.accumulation_steps, options.clip_norm),
+        StepOptions(options.schedule, options.precision, options.accumulation_steps, options.clip_norm, compiled),
         declared.schema,
     )
     embeddings = EmbeddingCollection(
@@ -151,9 +153,9 @@ def _connect_replicas(
     if device.type == "cpu":
         network.threads = TorchThreads(connection.nn_workers if connection.replicas is not None else 1)
     if connection.replicas is not None:
-        network.replicas = connection.replicas(network.model, timeout)
+        network.replicas = connection.replicas(network.trained, timeout)
     elif connection.nn_workers > 1:
         average = not isinstance(network.optimizer, APMSqueeze)  # APMSqueeze averages gradients itself.
-        replicas = AllReduce(network.model, connection.nn_workers, AllReduceOptions(timeout, average=average))
+        replicas = AllReduce(network.trained, connection.nn_workers, AllReduceOptions(timeout, average=average))
         replicas.tracer = embeddings.tracer
         network.replicas = replicas

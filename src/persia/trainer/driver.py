@@ -123,7 +123,7 @@ class _Work:
         except NNWorkersChangeError as error:
             return _Changed(error.fields["step"])
         except NNWorkersDiedError as error:
-            network.replicas = SingleReplica(network.model)
+            network.replicas = SingleReplica(network.trained)
             if state.rank > 0:
                 state.earlier = RunTotals()  # NN worker 0 has the counts from before, and the metrics; see `_merged`.
             state.earlier += RunTotals(pushed=PushCounts.of(error.fields["lost"]))
@@ -132,7 +132,7 @@ class _Work:
             if not _continues_without_others(error, trainer):
                 raise
             assert state.failed_after is not None
-            network.replicas = SingleReplica(network.model)
+            network.replicas = SingleReplica(network.trained)
             state.global_step, state.position = state.failed_after
             if state.rank > 0:
                 state.earlier = RunTotals()

@@ -26,6 +26,7 @@ from persia.errors import ConfigError
 from persia.metrics import WatchedMetric, check_metric_name, watched_metric
 from persia.modes import Auto, Mode
 from persia.nn.arguments import NEW_MODE, check_arguments
+from persia.nn.compiled_training import COMPILE_MODES, CompileMode
 from persia.nn.dense_step import Precision
 from persia.nn.options import check_device
 from persia.schema import EmbeddingOptimizer, Schedule, Schema
@@ -48,6 +49,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             else the CPU. Each NN worker resolves it in its own process. The driver of a cluster of processes keeps its
             copy of the network on the CPU.
         precision: "float32", or autocast to "bf16" or "fp16" (with loss scaling).
+        compile: compile forward and backward of the network in training, by `torch.compile` in its mode "default", or
+            "reduce-overhead", which also replays its kernels as CUDA graphs on a GPU; None leaves it as it is. The
+            first batch takes seconds to minutes. See the guide on the trainer.
         accumulation_steps: batches per update, of the network and of the embeddings.
         clip_norm: largest global norm of the dense gradient; None for no clipping.
         clip_embedding_norm: largest L2 norm of the gradients of all rows of a batch together; None for no clipping.
@@ -128,6 +132,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     publish: PublishOptions | None = None
     mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
     clip_embedding_norm: float | None = None
+    compile: CompileMode | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -138,6 +143,14 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_device(self.device)
         check_choice("precision", self.precision, ("float32", "bf16", "fp16"))
         check_choice("nonfinite", self.nonfinite, ("warn", "raise"))
+        if self.compile is not None:
+            check_choice("compile", self.compile, COMPILE_MODES)
+        if self.compile == "reduce-overhead" and self.accumulation_steps != 1:
+            raise ConfigError(
+                f'compile = "reduce-overhead" does not go with accumulation_steps = {self.accumulation_steps}: a CUDA '
+                'graph overwrites the gradients of the batch before. Use compile = "default", or larger batches.',
+                field="compile",
+            )
         if self.nonfinite == "raise" and self.precision == "fp16":
             raise ConfigError(
                 'nonfinite = "raise" does not go with precision = "fp16", whose gradients overflow now and then while '
