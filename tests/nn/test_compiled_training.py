@@ -10,9 +10,11 @@ import logging
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.backends.debugging import aot_eager
 
 import persia
+from persia.dense import AllReduce
 from persia.errors import ConfigError, PersiaError
 from persia.nn import compiled_training
 from persia.nn.dense_step import DenseStep, StepOptions
@@ -85,19 +87,22 @@ def compiled(monkeypatch):
     torch._dynamo.reset()
 
 
-def trained(sizes, compile_mode=None, network=Network, before=lambda size: None, **options):
+def trained(sizes, compile_mode=None, network=Network, before=lambda size: None, *, averaged=False):
     """Losses, parameters, and rows of a run over batches of these sizes."""
     torch.manual_seed(0)
     step = DenseStep(
         network(),
         lambda parameters: torch.optim.Adam(parameters, 0.01),
         torch.device("cpu"),
-        StepOptions(compile=compile_mode, **options),
+        StepOptions(compile=compile_mode),
         SCHEMA,
     )
+    replicas = AllReduce(step.trained, 1) if averaged else None
+    step.replicas = replicas or step.replicas
     embeddings = persia.nn.EmbeddingCollection(SCHEMA, optimizer=persia.optim.Adagrad(lr=0.1), mode=persia.modes.Sync())
     losses = []
-    for batch in embeddings.prefetch(batch_of(size, seed) for seed, size in enumerate(sizes)):
+    step.model.train()
+    for batch in embeddings.prefetch((batch_of(size, seed) for seed, size in enumerate(sizes)), replicas):
         before(len(batch))
         _, loss = step.forward_backward(batch, embeddings(batch), all_reduce=True)
         step.apply()
@@ -117,6 +122,18 @@ def test_a_compiled_network_trains_the_same(compiled, mode):
         torch.testing.assert_close(parameter, others[name], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(rows, other_rows, rtol=1e-4, atol=1e-5)
     assert len(compiled) == {"default": 1, "reduce-overhead": 2}[mode]  # A CUDA graph has one size.
+
+
+def test_gradients_of_a_compiled_network_are_averaged(compiled):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        losses, parameters, _ = trained([16, 16, 7], "default", averaged=True)
+    finally:
+        dist.destroy_process_group()
+    expected, others, _ = trained([16, 16, 7])
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert list(parameters) == list(others)
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -86,7 +86,7 @@ class CpuStaging:
 class CudaStaging:
     """One copy from and one to a block of pinned memory, on a side stream per direction that overlaps with computing.
 
-    No test of this project's own machines runs it: the blocks are tested on a CPU, the streams by `make gpu`.
+    The blocks are tested on a CPU, the streams by `make gpu`.
     """
 
     def __init__(self, device: torch.device) -> None:
