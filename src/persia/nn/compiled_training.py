@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -46,7 +46,7 @@ class CompiledTraining:
     """
 
     def __init__(self, model: torch.nn.Module, mode: CompileMode, device: torch.device) -> None:
-        self.module: torch.nn.Module = torch.compile(model, mode=mode, backend=BACKEND)
+        self.module = cast("torch.nn.Module", torch.compile(model, mode=mode, backend=BACKEND))
         self.replays = mode == "reduce-overhead" and device.type == "cuda"
         """Whether outputs are in the memory of a CUDA graph, which the next batch overwrites."""
         self._mode = mode
