@@ -16,8 +16,9 @@ import persia
 from persia.nn.options import CollectionOptions
 from persia.nn.pooled_together import FeatureGroup, PooledTogether
 from persia.nn.pooling_plan import FeatureIndex, plan_group
-from persia.nn.row_groups import RowGroup, group_layouts
+from persia.nn.row_groups import GroupLayout, RowGroup, group_layouts
 from persia.nn.torch_pooling import expand_with_torch
+from persia.types import Packed
 from support.examples import examples
 from support.staging import as_on_a_gpu
 
@@ -122,6 +123,13 @@ def test_features_together_are_those_one_by_one(case, left_out, calls, factor):
         other = torch.zeros_like(rows[name]) if other is None else other * (factor or 1.0)
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
     assert made.take_gradients({}, None) == {}
+
+
+def test_places_in_a_group_are_behind_the_rows_of_the_tables_before():
+    """Those of rows that are refreshed, of some tables."""
+    layout = GroupLayout(["a", "b", "c"], [3, 4, 2], 2, False)
+    places = Packed.of({"a": np.array([1], np.uint32), "c": np.array([0, 1], np.uint32)}, np.uint32)
+    assert layout.places(places).tolist() == [1, 7, 8]
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
