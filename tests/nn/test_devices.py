@@ -245,6 +245,16 @@ def test_arrays_cross_in_one_block(arrays):
         assert found[name].storage_offset() * found[name].element_size() % staging.ALIGNMENT == 0
 
 
+def test_a_change_of_one_tensor_of_a_block_is_none_of_the_others():
+    """Autograd refuses tensors that were changed after it has saved them, and all views of one tensor count as one."""
+    found = block_tensors(*array_block({"dense": np.ones((2, 3), np.float32), "places": np.ones(2, np.int32)}))
+    values = torch.ones(3, requires_grad=True)
+    loss = (found["dense"] * values).sum()
+    found["places"].zero_()
+    loss.backward()
+    assert values.grad.tolist() == [2, 2, 2]
+
+
 @given(some_arrays())
 def test_tensors_come_back_in_one_block(arrays):
     tensors = {name: copied_array(array) for name, array in arrays.items()}

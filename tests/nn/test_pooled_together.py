@@ -10,14 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model_pooling import NoGradient, values_of
+from test_transfer import Compressing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import persia
+from persia.errors import StaleBatchError
 from persia.nn.options import CollectionOptions
 from persia.nn.pooled_together import FeatureGroup, PooledTogether
 from persia.nn.pooling_plan import FeatureIndex, plan_group
 from persia.nn.row_groups import GroupLayout, RowGroup, group_layouts
 from persia.nn.torch_pooling import expand_with_torch
+from persia.nn.transfer import decode
 from persia.types import Packed
 from support.examples import examples
 from support.staging import as_on_a_gpu
@@ -229,6 +232,83 @@ def test_a_step_as_on_a_gpu_trains_what_a_step_on_a_cpu_does(options):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for name, values in rows.items():
         np.testing.assert_allclose(values, others[name], rtol=1e-4, atol=1e-6)
+
+
+def test_dense_features_and_labels_may_be_changed_in_place():
+    """And are not the block of the batch, which whoever keeps labels would keep."""
+    schema = persia.Schema([feature_of("mean", 0), feature_of("single", 1)], dense_features=["x"], labels=["y"])
+    embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=0.1))
+    as_on_a_gpu(embeddings)
+    for batch in embeddings.prefetch(batches(["mean", "single"], 2)):
+        found = embeddings(batch)
+        batch.dense.mul_(2.0)
+        batch.labels.clamp_(0.1, 0.9)
+        sum(((value - batch.labels.mean()) * batch.dense).square().sum() for value in values_of(found)).backward()
+        for part in (batch.dense, batch.labels):
+            assert part.untyped_storage().nbytes() == part.nbytes
+    assert embeddings.statistics()["f0"]["applied"] > 0
+
+
+def test_a_refused_second_backward_leaves_no_gradients():
+    schema = persia.Schema([feature_of("mean", 0)], dense_features=["x"], labels=["y"])
+    embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=0.1))
+    as_on_a_gpu(embeddings)
+    for batch in embeddings.prefetch(batches(["mean"], 1)):
+        loss = embeddings(batch)["f0"].square().sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(StaleBatchError):
+            loss.backward()
+        assert batch.pooled._sums.flat is None
+
+
+def test_a_whole_step_is_that_of_features_one_by_one(monkeypatch):
+    """Several dims, a table that is not trained, 16 bits on the wire, and a loss that uses rows directly."""
+    schema = persia.Schema(
+        [
+            persia.IdFeature("item", dim=4),
+            persia.IdFeature("tags", dim=4, table="item", pooling="mean"),
+            persia.IdFeature("kept", dim=4, pooling="sum"),
+            persia.IdFeature("words", dim=4, pooling="sqrtn", weights="scores"),
+            persia.IdFeature("last", dim=6, pooling=None, max_length=2),
+        ],
+        dense_features=["x"],
+        labels=["y"],
+        tables=[persia.Table("kept", 4, trainable=False)],
+    )
+    embeddings = persia.nn.EmbeddingCollection(
+        schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Sync(), cluster=Compressing()
+    )
+    as_on_a_gpu(embeddings)
+    sent, gradients_of = [], embeddings._transfer.gradients
+    monkeypatch.setattr(
+        embeddings._transfer, "gradients", lambda *arguments: sent.append(gradients_of(*arguments)) or sent[-1]
+    )
+    features = {
+        feature.name: (feature.table_name, feature.pooling, feature.max_length) for feature in schema.id_features
+    }
+    target = torch.randn(len(features), 1000)
+
+    def loss_with(found, rows):
+        return loss_of(values_of(found), set(), target) + rows["item"].square().sum() + rows["last"].sum()
+
+    made = batches(["single", "mean", "bags", "weighted", "sequence"], 3)
+    data = [persia.Batch(dict(zip(features, b.id_features.values(), strict=True)), b.dense, b.labels) for b in made]
+    for batch in embeddings.prefetch(data):
+        leaves = {name: rows.detach().clone().requires_grad_(name != "kept") for name, rows in batch.rows.items()}
+        index = FeatureIndex(batch.inverse, {n: o for n, o in batch.offsets.items() if o is not None}, batch.id_weights)
+        expected, found = one_by_one(features, index, leaves), embeddings(batch)
+        for mine, other in zip(values_of(found), values_of(expected), strict=True):
+            torch.testing.assert_close(mine, other)
+        loss_with(expected, leaves).backward()
+        loss_with(found, batch.rows).backward()
+        halves, scales = sent[-1]()
+        assert halves.buffer.dtype == np.float16
+        gradients = decode(halves, scales)
+        assert set(gradients) == {"item", "words", "last"}
+        for name, gradient in gradients.items():
+            other = leaves[name].grad.numpy()
+            np.testing.assert_allclose(gradient, other, rtol=1e-3, atol=1e-3 * np.abs(other).max())
+    assert len(sent) == 3
 
 
 def test_a_batch_crosses_in_one_block_each_way():

@@ -111,6 +111,25 @@ def test_neighbours_in_one_storage_are_joined_without_a_copy():
     assert joined([]).numel() == 0
 
 
+class RefusesHost(CpuStaging):
+    """Copies nothing that is not on its device."""
+
+    device = torch.device("meta")
+
+    def to_host(self, tensors):
+        assert all(tensor.device == self.device for tensor in tensors.values())
+        return super().to_host(tensors)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_no_gradients_are_sent_without_a_copy(compressed, clip_norm):
+    transfer = Transfer(RefusesHost(), False, SCHEMA.resolved_tables(), clip_norm)
+    gradients, scales = transfer.gradients({}, compressed)()
+    assert (len(gradients), gradients.buffer.size) == (0, 0)
+    assert (scales is not None) == compressed
+
+
 def test_gradients_are_sent_without_a_copy_after_backward():
     schema = persia.Schema([persia.IdFeature(name, dim=4) for name in ("a", "b", "c")])
     expander = Expander(schema, torch.device("cpu"))

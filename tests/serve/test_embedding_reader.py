@@ -68,6 +68,15 @@ def test_both_paths_read_the_same(servers):
         assert mine["item"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("staging", [CpuStaging(), DeviceStaging()], ids=["host", "device"])
+def test_a_schema_without_id_features_has_no_embeddings(staging):
+    schema, rows = persia.Schema([], ["age"], labels=[]), LocalRows([ServerRows({}, 0, 0.0)], BucketMap.even(1))
+    batch = persia.Batch.from_columns(schema, {"age": [0.5, 2.0]})
+    dense, labels, found = EmbeddingReader(schema, rows.buckets, staging, 1).read(batch, rows)
+    assert dense.tolist() == [[0.5], [2.0]]
+    assert (labels.shape, found) == ((2, 0), {})
+
+
 def test_single_ids_are_multiplied_by_their_weights():
     """As quick as rows of single ids are, those with weights are not read that way."""
     schema = persia.Schema([persia.IdFeature("tags", 4, weights="scores"), persia.IdFeature("words", 4)], labels=[])

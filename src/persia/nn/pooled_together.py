@@ -137,13 +137,19 @@ class _RowSums:
         flat: of all groups whose tables get gradients, one behind the other; None without a backward pass.
         parts: views into it by group, `[rows, dim]`.
         tables: tables of the features that have got a gradient.
+        closed: whether they were taken: what comes later is refused, and must not fill them again.
     """
 
     def __init__(self) -> None:
-        self.clear()
+        self.closed = False
+        self._clear()
 
-    def clear(self) -> None:
-        """Forgets the gradients."""
+    def close(self) -> None:
+        """Forgets the gradients, for good."""
+        self.closed = True
+        self._clear()
+
+    def _clear(self) -> None:
         self.flat: torch.Tensor | None = None
         self.parts: list[torch.Tensor] = []
         self.tables: set[str] = set()
@@ -186,7 +192,7 @@ class PooledTogether:
     def take_gradients(
         self, of_rows: Mapping[str, torch.Tensor], factor: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Takes the gradients of the rows, by table: of the tables that took part in the loss.
+        """Takes the gradients of the rows, by table: of the tables that took part in the loss. None come later.
 
         Args:
             of_rows: gradients of rows that the loss has used directly, by table; added to the others.
@@ -206,7 +212,7 @@ class PooledTogether:
         if factor is not None:
             for gradient in apart:
                 gradient.mul_(factor)
-        sums.clear()
+        sums.close()
         self.leaf.grad = None
         return taken
 
@@ -234,8 +240,10 @@ class _PoolTogether(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        zero = torch.zeros((), device=ctx.device)
-        saved, sums = iter(ctx.saved_tensors), ctx.sums
+        zero, sums = torch.zeros((), device=ctx.device), ctx.sums
+        if sums.closed:
+            return zero, None, None, None  # The hook of the leaf raises.
+        saved = iter(ctx.saved_tensors)
         trained = [plan for plan, _ in ctx.groups if not plan.layout.frozen]
         if sums.flat is None and trained:
             sizes = [plan.layout.rows * plan.layout.dim for plan in trained]

@@ -232,7 +232,9 @@ def tensor_block(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dic
 
 
 def block_tensors(block: torch.Tensor, parts: Mapping[str, BlockPart]) -> dict[str, torch.Tensor]:
-    """Returns views into a block, wherever it is.
+    """Returns tensors in the memory of a block, wherever it is.
+
+    Torch does not take them for views of one tensor: after a change of one in place, autograd still trusts the others.
 
     Args:
         block: uint8.
@@ -242,7 +244,7 @@ def block_tensors(block: torch.Tensor, parts: Mapping[str, BlockPart]) -> dict[s
     for name, (start, dtype, shape) in parts.items():
         size = math.prod(shape) * dtype.itemsize
         view = block[start : start + size].view(dtype)
-        views[name] = view if len(shape) == 1 else view.view(shape)
+        views[name] = (view if len(shape) == 1 else view.view(shape)).data  # With a version counter of its own.
     return views
 
 

@@ -188,6 +188,7 @@ class Transfer:
                 if plan is not None:
                     arrays.update({f"{kind}/{number}": array for kind, array in plan.arrays.items()})
             # Made on the device, in the stream that has copied the rest.
+            kept = {"dense", "labels", "weights", "groups"} & arrays.keys()
             groups: list[FeatureGroup] = []
 
             def unpack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -198,7 +199,9 @@ class Transfer:
                         groups.append(FeatureGroup.of(plan, of_group, of_plan))
                 made = {f"rows/{number}": of_group.values for number, of_group in enumerate(on_device.groups)}
                 bags = {f"bags/{number}": group.bags for number, group in enumerate(groups) if group.bags is not None}
-                return {**tensors, **made, **bags}
+                # A loop that keeps the labels of a batch must not keep its whole block.
+                own = {name: tensors[name].clone() for name in kept}
+                return {**tensors, **own, **made, **bags}
 
             tensors, ready = self._staging.to_device(arrays, unpack)
             rows = on_device.groups
@@ -296,12 +299,15 @@ class Transfer:
 
     def gradients(self, gradients: Mapping[str, torch.Tensor], compressed: bool) -> Callable[[], Encoded]:
         """Starts copying gradients to the host; the result blocks until they are there. For the training thread."""
-        if self._clip_norm is not None and gradients:
+        if not gradients:  # Nothing is on the device.
+            nothing: Packed[np.float32] = Packed([], [], np.empty(0, np.float32), [])
+            return lambda: encoded(nothing, compressed)
+        if self._clip_norm is not None:
             gradients = clipped_tensors(gradients, self._clip_norm)
         names, counts = list(gradients), [len(rows) for rows in gradients.values()]
         widths = [rows.shape[1] for rows in gradients.values()]
 
-        if not compressed or self._on_host or not gradients:
+        if not compressed or self._on_host:
             plain = self._staging.to_host({"rows": joined(list(gradients.values()))})
 
             def arrived() -> Encoded:

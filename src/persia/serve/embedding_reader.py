@@ -71,6 +71,8 @@ class EmbeddingReader:
             DeadlineError: a row server did not answer in time.
             PublishError: a row server does not have these rows.
         """
+        if self._on_host and not self._names:
+            return _tensor(batch.dense), _tensor(batch.labels), {}
         whole = source.whole
         if self._on_host and self._pools_all and whole is not None:
             columns = [batch.id_features[name] for name in self._names]
@@ -84,8 +86,8 @@ class EmbeddingReader:
         looked_up = LookedUp(wire, routed.narrow, routed.wide, routed.offsets, weights=routed.weights)
         prepared, ready = self._transfer.rows(batch, looked_up)
         ready()
-        assert prepared.pooled is not None
-        return prepared.dense, prepared.labels, prepared.pooled.embeddings()
+        embeddings = {} if prepared.pooled is None else prepared.pooled.embeddings()  # Without ID features.
+        return prepared.dense, prepared.labels, embeddings
 
     def _rows_of_single_ids(self, columns: Sequence[IdColumn], rows: Rows) -> Embeddings:
         """Returns the embeddings of features with one id per sample, which are the rows, by one lookup."""
