@@ -18,6 +18,7 @@ from persia.dense import AllReduce
 from persia.errors import ConfigError, PersiaError
 from persia.nn import compiled_training
 from persia.nn.dense_step import DenseStep, StepOptions
+from support.staging import as_on_a_gpu
 
 SCHEMA = persia.Schema(
     [
@@ -74,12 +75,18 @@ def batch_of(size, seed):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The graphs that were compiled, by the number of their operations; without inductor."""
+    """The graphs that were compiled, each with the sizes of the batches that have run it; without inductor."""
     graphs = []
 
     def backend(graph, inputs, **_):
-        graphs.append(len(graph.graph.nodes))
-        return aot_eager(graph, inputs)
+        sizes, made = [], aot_eager(graph, inputs)
+        graphs.append(sizes)
+
+        def run(*arguments):
+            sizes.append(next(len(a) for a in arguments if isinstance(a, torch.Tensor) and a.shape[1:] == (4,)))
+            return made(*arguments)
+
+        return run
 
     monkeypatch.setattr(compiled_training, "BACKEND", backend)
     torch._dynamo.reset()
@@ -87,7 +94,19 @@ def compiled(monkeypatch):
     torch._dynamo.reset()
 
 
-def trained(sizes, compile_mode=None, network=Network, before=lambda size: None, *, averaged=False):
+class Counting(Network):
+    """Its code fits one call: the number of calls is a constant of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, dense, embeddings):
+        self.calls += 1
+        return super().forward(dense, embeddings) * self.calls
+
+
+def trained(sizes, compile_mode=None, network=Network, before=lambda size: None, *, averaged=False, on_gpu=False):
     """Losses, parameters, and rows of a run over batches of these sizes."""
     torch.manual_seed(0)
     step = DenseStep(
@@ -100,6 +119,8 @@ def trained(sizes, compile_mode=None, network=Network, before=lambda size: None,
     replicas = AllReduce(step.trained, 1) if averaged else None
     step.replicas = replicas or step.replicas
     embeddings = persia.nn.EmbeddingCollection(SCHEMA, optimizer=persia.optim.Adagrad(lr=0.1), mode=persia.modes.Sync())
+    if on_gpu:
+        as_on_a_gpu(embeddings)
     losses = []
     step.model.train()
     for batch in embeddings.prefetch((batch_of(size, seed) for seed, size in enumerate(sizes)), replicas):
@@ -111,17 +132,24 @@ def trained(sizes, compile_mode=None, network=Network, before=lambda size: None,
     return losses, step.model.state_dict(), rows
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_network_trains_the_same(compiled, mode):
-    sizes = [16, 16, 16, 7, 1 + 16]
-    losses, parameters, rows = trained(sizes, mode)
+@pytest.mark.parametrize(("mode", "on_gpu"), [("default", False), ("reduce-overhead", False), ("default", True)])
+def test_a_compiled_network_trains_the_same(compiled, mode, on_gpu):
+    sizes = [16, 16, 17, 7, 9, 17]
+    losses, parameters, rows = trained(sizes, mode, on_gpu=on_gpu)
     expected, others, other_rows = trained(sizes)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert list(parameters) == list(others)  # Those of the network itself.
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter, others[name], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(rows, other_rows, rtol=1e-4, atol=1e-5)
-    assert len(compiled) == {"default": 1, "reduce-overhead": 2}[mode]  # A CUDA graph has one size.
+    # A CUDA graph has one size.
+    assert compiled == {"default": [sizes], "reduce-overhead": [[16, 16], [17, 17]]}[mode]
+
+
+def test_whole_batches_make_code_again_if_it_does_not_fit(compiled):
+    losses, _, _ = trained([16, 7, 16], "default", Counting)
+    assert compiled == [[16], [16]]
+    np.testing.assert_allclose(losses, trained([16, 7, 16], None, Counting)[0], rtol=1e-5)
 
 
 def test_gradients_of_a_compiled_network_are_averaged(compiled):
@@ -213,6 +241,31 @@ def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ConfigError, match=message) as raised:
         persia.TrainerOptions(**options)
     assert raised.value.fields["field"] == "compile"
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule"),
+    [
+        (persia.modes.Async(), []),
+        (persia.modes.Sync(), [(5, persia.modes.Async())]),
+        (persia.modes.Auto(persia.modes.Async()), []),
+    ],
+    ids=["begin", "schedule", "auto"],
+)
+def test_cuda_graphs_are_refused_in_modes_with_dense_pss(compiled, mode, schedule):
+    with pytest.raises(ConfigError, match=r'"reduce-overhead" does not go with the mode Async: .* "default"') as raised:
+        persia.Trainer(
+            Network(),
+            SCHEMA,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+            embedding_optimizer=persia.optim.Adagrad(lr=0.1),
+            mode=mode,
+            options=persia.TrainerOptions(
+                device="cpu", compile="reduce-overhead", progress=False, mode_schedule=schedule
+            ),
+        )
+    assert raised.value.fields["field"] == "compile"
+    assert compiled == []
 
 
 def test_a_trainer_compiles_its_network(compiled, tmp_path):

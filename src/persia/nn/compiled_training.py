@@ -32,9 +32,10 @@ SMALLEST = 2
 class CompiledTraining:
     """Calls a network in training, compiled forward and backward. For the training thread.
 
-    Code is made by the first batch, which takes seconds to minutes, and by a larger batch than any before if that code
-    does not fit it. A smaller one, as the last of a pass, never makes code: it runs code that fits it, or the network
-    as it is. Evaluation calls the network itself.
+    Code is made by the first batch, which takes seconds to minutes, and by one that is at least as large as any before
+    if the code does not fit it, as often as torch permits (`torch._dynamo.config.recompile_limit`). A smaller one, as
+    the last of a pass, never makes code: it runs code that fits it, or the network as it is. Evaluation calls the
+    network itself.
 
     Args:
         model: the network. It is not changed.
@@ -46,9 +47,14 @@ class CompiledTraining:
     """
 
     def __init__(self, model: torch.nn.Module, mode: CompileMode, device: torch.device) -> None:
-        self.module = cast("torch.nn.Module", torch.compile(model, mode=mode, backend=BACKEND))
+        # A CUDA graph has one size: torch must not take a second one for a sign that sizes change.
+        dynamic = False if mode == "reduce-overhead" else None
+        self.module = cast("torch.nn.Module", torch.compile(model, mode=mode, backend=BACKEND, dynamic=dynamic))
         self.replays = mode == "reduce-overhead" and device.type == "cuda"
         """Whether outputs are in the memory of a CUDA graph, which the next batch overwrites."""
+        # While it traces, torch looks at `.grad` of the embeddings, and warns of it. Not around each call: a change of
+        # filters makes Python forget which warnings it has shown.
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", module=r"torch\.")
         self._mode = mode
         self._largest: dict[int, int] = {}
         """Samples of the largest batch that has made code, by the number of torch's threads, on which code depends."""
@@ -72,16 +78,14 @@ class CompiledTraining:
                 return module(dense, embeddings)
         if self.replays:
             torch.compiler.cudagraph_mark_step_begin()
-        if samples <= self._largest.get(threads, 0):
+        if samples < self._largest.get(threads, 0):
             with torch.compiler.set_stance("eager_on_recompile"):
                 return module(dense, embeddings)
-        if self._mode == "default":  # A CUDA graph has one size.
+        if self._mode == "default":
             _mark_samples(dense, embeddings)
         breaks = torch._dynamo.utils.counters["graph_break"]
         before = dict(breaks)
-        with self._explained(), warnings.catch_warnings():
-            # While it traces, torch looks at `.grad` of the embeddings, and warns of it.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        with self._explained():
             output = module(dense, embeddings)
         self._largest[threads] = samples
         self._report([reason for reason, count in breaks.items() if count > before.get(reason, 0)])

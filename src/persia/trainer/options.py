@@ -33,7 +33,7 @@ from persia.schema import EmbeddingOptimizer, Schedule, Schema
 from persia.telemetry.tracking import BackgroundTracker, MLflow, TensorBoardTracker, Tracker, Wandb
 from persia.types import PublishOptions
 
-__all__ = ["Declared", "TrainerOptions"]
+__all__ = ["Declared", "TrainerOptions", "check_dense_servers"]
 
 
 DEFAULT_SECONDS = 600.0
@@ -240,6 +240,33 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Makes the trackers; they open nothing before the first `Trainer.fit`."""
         board: list[Tracker] = [TensorBoardTracker(self.log_dir)] if self.log_dir else []
         return [BackgroundTracker(tracker) for tracker in board + [tracker.tracker() for tracker in self.trackers]]
+
+
+def check_dense_servers(options: TrainerOptions, mode: str) -> None:
+    """Raises ConfigError for options that do not go with dense PSs.
+
+    Args:
+        options: of the run.
+        mode: name of the mode that needs dense PSs.
+    """
+    if options.accumulation_steps > 1:
+        raise ConfigError(
+            f"accumulation_steps = {options.accumulation_steps} does not go with the mode {mode}. Leave it at 1: "
+            "how many gradients make a step is the mode's, Gba's `global_batch_size` for example.",
+            field="accumulation_steps",
+        )
+    if options.precision == "fp16":
+        raise ConfigError(
+            f'precision = "fp16" does not go with the mode {mode}: the loss scale would follow a step that is made '
+            'elsewhere. Use "bf16" or "float32".',
+            field="precision",
+        )
+    if options.compile == "reduce-overhead":
+        raise ConfigError(
+            f'compile = "reduce-overhead" does not go with the mode {mode}: a CUDA graph overwrites gradients that are '
+            'not pushed yet. Use compile = "default", or a synchronous mode.',
+            field="compile",
+        )
 
 
 class Declared(NamedTuple):

@@ -27,7 +27,7 @@ from persia.optim.averaged import Averaged
 from persia.services import Connection, DenseMaker, NNWorkersChange, TokenService, TrainingPhase
 from persia.telemetry.logs import get_logger
 from persia.trainer.loop import TrainingLoop, advise
-from persia.trainer.options import Declared, TrainerOptions
+from persia.trainer.options import Declared, TrainerOptions, check_dense_servers
 from persia.trainer.schedule_recorder import ScheduleRecorder
 from persia.trainer.sources import BatchSource, LocalSource
 from persia.trainer.state import TrainingState
@@ -142,18 +142,7 @@ class Phases:
             return
         if connection.tokens is None or connection.dense is None:
             raise ConfigError(f"This cluster has no dense PSs, which the mode {name} needs.", field="mode")
-        if options.accumulation_steps > 1:
-            raise ConfigError(
-                f"accumulation_steps = {options.accumulation_steps} does not go with the mode {name}. Leave it at 1: "
-                "how many gradients make a step is the mode's, Gba's `global_batch_size` for example.",
-                field="accumulation_steps",
-            )
-        if options.precision == "fp16":
-            raise ConfigError(
-                f'precision = "fp16" does not go with the mode {name}: the loss scale would follow a step that is made '
-                'elsewhere. Use "bf16" or "float32".',
-                field="precision",
-            )
+        check_dense_servers(options, name)
 
     def report(self) -> TokenReport | None:
         """Returns the report of asynchronous modes; None if there were none."""
