@@ -19,7 +19,7 @@ def requirements(project, extras):
             continue
         seen.add(extra)
         for requirement in project["optional-dependencies"][extra]:
-            own = re.fullmatch(rf"{project['name']}\[([\w,]+)\]", requirement)
+            own = re.fullmatch(rf"{project['name']}\[([\w,-]+)\]", requirement)
             if own:
                 waiting += own[1].split(",")
             else:
