@@ -111,4 +111,4 @@ def test_nothing_but_the_build_is_needed_to_build():
 def test_the_page_names_every_extra_of_users():
     page = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
     extras = PROJECT["project"]["optional-dependencies"].keys() - {"dev", "docs", "test"}
-    assert set(re.findall(r'"\[(\w+)\]"', page)) == extras
+    assert set(re.findall(r'"\[([\w-]+)\]"', page)) == extras
