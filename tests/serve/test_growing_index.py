@@ -106,7 +106,10 @@ OPERATIONS = st.lists(
 def test_rows_that_come_change_and_go_are_followed(first, operations, seed):
     rng = np.random.default_rng(seed)
     rows, factor = Rows(), 1
-    new = lambda ids: {i: rng.integers(-3, 4, DIM).astype(np.float32) for i in ids}  # noqa: E731
+
+    def new(ids):
+        return {i: rng.integers(-3, 4, DIM).astype(np.float32) for i in ids}
+
     rows.rows = new(first)
     index = ItemIndex(Dots(), SCHEMA, None, rows)
     agrees(index, rows, factor)

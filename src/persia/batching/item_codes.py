@@ -26,7 +26,6 @@ __all__ = [
     "ID_COLUMN",
     "ItemCodes",
     "code_column",
-    "digest_of",
     "prefix_ids",
     "read_code_files",
     "read_codes",
@@ -57,11 +56,13 @@ class ItemCodes:
         ids: uint64 `[items]`, ascending.
         codes: int32 `[items, levels]`, each in [0, `codes_per_level`).
         codes_per_level: codes that a level may have.
+        digest: of the codebooks; empty if unknown.
     """
 
     ids: Ids
     codes: NDArray[np.int32]
     codes_per_level: int
+    digest: str = ""
 
     def prefixes(self, length: int) -> Ids:
         """Returns the ids of the first `length` codes of each item, from 1 on, uint64 `[items]`.
@@ -104,11 +105,6 @@ def read_codes(path: str) -> tuple[ItemCodes, Any]:
     return _checked(path, table), table
 
 
-def digest_of(table: Any) -> str:
-    """Returns the digest of the codebooks of a file that `read_codes` has read."""
-    return str(json.loads(table.schema.metadata[CODEBOOKS]).get("digest", ""))
-
-
 def read_code_files(schema: Schema) -> None:
     """Reads the files of codes that a schema names, so that no request waits for them.
 
@@ -140,7 +136,7 @@ def _checked(path: str, table: Any) -> ItemCodes:
             "semantic-ids`.",
             path=path,
         ) from error
-    return ItemCodes(ids, codes, per_level)
+    return ItemCodes(ids, codes, per_level, str(said.get("digest", "")))
 
 
 class _Read(NamedTuple):
@@ -149,13 +145,11 @@ class _Read(NamedTuple):
     Attributes:
         codes: the codes.
         prefixes: ids of prefixes of each length up to the number of levels.
-        digest: of the codebooks.
         mark: what changes when the file is written again.
     """
 
     codes: ItemCodes
     prefixes: tuple[Ids, ...]
-    digest: str
     mark: object
 
 
@@ -203,9 +197,9 @@ class _File:
 
     def _now(self) -> _Read:
         mark = _mark(self._path)
-        codes, table = read_codes(self._path)
+        codes, _ = read_codes(self._path)
         prefixes = tuple(codes.prefixes(length + 1) for length in range(codes.codes.shape[1]))
-        return _Read(codes, prefixes, digest_of(table), mark)
+        return _Read(codes, prefixes, mark)
 
     def _look_again(self) -> None:
         """Begins to read the file again in a thread if it may have changed: lookups of others go on meanwhile."""
@@ -227,7 +221,7 @@ class _File:
         except PersiaError as error:
             LOG.warning("%s The codes that were read before stay in use.", error)
             return
-        if after.digest != before.digest:
+        if after.codes.digest != before.codes.digest:
             LOG.warning(
                 "%s has other codebooks now, so that its codes mean something else. Those that were read before stay "
                 "in use. Write other codebooks to another file, and new items by `persia semantic-ids --like`.",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.id_columns import id_column
-from persia.batching.item_codes import CODEBOOKS, ID_COLUMN, ItemCodes, code_column, digest_of, read_codes
+from persia.batching.item_codes import CODEBOOKS, ID_COLUMN, ItemCodes, code_column, read_codes
 from persia.checkpoint.storage import Storage
 from persia.checks import MAX_SEED, check_integer
 from persia.data.files import File
@@ -248,7 +248,7 @@ def write_semantic_ids(path: str | os.PathLike[str], found: SemanticIds, ids: An
     pq.write_table(pa.table(columns).replace_schema_metadata(metadata), file)
     folder, _, name = (os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(path)).rpartition("/")
     storage = Storage(folder or "/")
-    if storage.exists(name) and digest_of(read_codes(os.fspath(path))[1]) != digest:
+    if storage.exists(name) and read_codes(os.fspath(path))[0].digest != digest:
         raise ConfigError(
             f"{os.fspath(path)} has other codebooks, on which models may be trained; write to another file, or add "
             "items to this one by `persia semantic-ids --like`.",

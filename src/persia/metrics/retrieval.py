@@ -19,8 +19,6 @@ __all__ = ["RetrievalFigures", "RetrievalMetrics"]
 
 Doubles = NDArray[np.float64]
 
-EULER = 0.5772156649015329
-
 EXACT_HARMONICS = 1024
 """Number of harmonic numbers that are summed up; larger ones have an expansion that is exact to the last digits."""
 
@@ -201,5 +199,5 @@ def _harmonic(n: Int64Array) -> Doubles:
     """Returns the sum of 1 / i for i from 1 to n."""
     exact = np.r_[0.0, np.cumsum(1 / np.arange(1.0, EXACT_HARMONICS))]
     large = np.maximum(n, EXACT_HARMONICS).astype(np.float64)
-    expansion = np.log(large) + EULER + 1 / (2 * large) - 1 / (12 * large**2) + 1 / (120 * large**4)
+    expansion = np.log(large) + np.euler_gamma + 1 / (2 * large) - 1 / (12 * large**2) + 1 / (120 * large**4)
     return np.where(n < EXACT_HARMONICS, exact[np.minimum(n, EXACT_HARMONICS - 1)], expansion)
