@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import logging
 import multiprocessing.util
 import os
+import re
 import sys
 import threading
 import time
@@ -19,6 +22,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy.testing  # noqa: F401 - Some versions start a process at its import.
 import pytest
+import typer.main
 from hypothesis import settings
 
 from support.examples import examples
@@ -30,7 +34,11 @@ settings.register_profile(
 )
 settings.load_profile("persia")
 
-STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
+# Typer makes all commands of `persia` each time one is run, which takes longer than most of them. Replaced before
+# `typer.testing` imports it.
+typer.main.get_command = functools.cache(typer.main.get_command)
+
+STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"})
 """Audit events of the interpreter that begin a process."""
 
 _starts_none: str | None = None
@@ -100,6 +108,17 @@ def _files_on_ray(processes: int) -> dict[str, int]:
     return {name: number % (2 if processes > 2 else 1) for number, name in enumerate(names)}
 
 
+STARTS_PROCESSES = re.compile(r'^pytestmark = [^=]*?(mark\.processes|"ray_here")', re.MULTILINE)
+"""In a file all of whose tests start processes."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files whose tests `-m "not processes"` would all deselect: imports take as long as many tests."""
+    if collection_path.suffix == ".py" and "not processes" in config.option.markexpr:
+        return STARTS_PROCESSES.search(collection_path.read_text(encoding="utf-8")) is not None or None
+    return None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Gives each process of `pytest -n` whole files, which share fixtures, and to one or two all with tests on Ray.
@@ -147,10 +166,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid.partition("[")[0] not in slower]
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports tests without Python's garbage collector, which would go through all modules again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """Lets Python's garbage collector leave out what exists by now, a million objects of modules and tests."""
+    """Lets Python's garbage collector leave out what exists by now, a million objects of modules and tests.
+
+    Also lets loggers of torch propagate: pytest adds two handlers to each that does not, three times in each test.
+    """
     gc.collect()
     gc.freeze()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)
