@@ -16,7 +16,8 @@ from persia.batching.batch import Batch
 from persia.batching.items import check_data, checked_items
 from persia.batching.permuted_inputs import InputGroup, emptied, input_groups, permuted
 from persia.errors import DataError
-from persia.metrics import LabelGroups, Metrics, watched_metric
+from persia.metrics import LabelFigures, LabelGroups, Metrics, MetricsResult, watched_metric
+from persia.metrics.counts import label_metrics, rows_of, terms_of
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.replicas import Replicas
 from persia.schema import Schema
@@ -221,7 +222,12 @@ class _ScoredRows:
         return single_ids(options.group_by, self.rows, "group samples", "Group")
 
     def begin(self, logits: Floats) -> None:
-        """Takes the logits of the rows as they are."""
+        """Takes the logits of the rows as they are.
+
+        Raises:
+            DataError: a label or weight is not valid.
+        """
+        Metrics(self._schema.labels).update(logits, self.rows.labels, None, self.rows.weights)  # It checks them.
         self.value = self._scored(logits, self.rows.weights)
         rng = np.random.default_rng([self._seed, 2])
         units, of_unit = len(self.rows), None
@@ -255,12 +261,19 @@ class _ScoredRows:
         return self._watched.score(value) - self._watched.score(changed)
 
     def _scored(self, logits: Floats, weights: Floats | None) -> float:
-        metrics = Metrics(self._schema.labels)
-        metrics.update(logits, self.rows.labels, None, weights)
-        result = metrics.result()
+        """Returns the metric of the rows, without the metrics that are not watched."""
+        targets, labels = self._schema.targets, self.rows.labels
+        figures: dict[str, LabelFigures] = {}
+        for k, target in enumerate(targets):
+            if self._watched.label in (None, target.name):
+                counts = label_metrics(target, Metrics.TOTAL_BINS)
+                rows = rows_of(targets, k, logits, labels, weights)
+                counts.add(*rows, terms_of(target, *rows))
+                figures[target.name] = counts.figures()
+        result = MetricsResult(len(labels), math.nan, math.nan, math.nan, math.nan, figures)
         if self._watched.grouped and self._groups is not None:
-            ranks = LabelGroups(self._schema.targets, (self._watched.at,))
-            ranks.update(self._groups, logits, self.rows.labels, weights)
+            ranks = LabelGroups(targets, (self._watched.at,))
+            ranks.update(self._groups, logits, labels, weights)
             result = dataclasses.replace(result, grouped=ranks.result())
         return self._watched.figure(result)
 
