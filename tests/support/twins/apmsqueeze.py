@@ -1,4 +1,4 @@
-"""Slow, readable reference of APMSqueeze for tests: one process, n simulated workers, float64, loops over blocks.
+"""Slow, readable reference of APMSqueeze for tests: one process, n simulated workers, float64, chunk by chunk.
 
 Implements Algorithm 1 of arXiv 2008.11343. Where the paper leaves details open, it follows
 :class:`persia.optim.APMSqueeze`: the bias of m and v is corrected (that of v once, when it is frozen); tiny elements of
@@ -35,26 +35,27 @@ def reference_compress(compressor: Compressor, values: Vector, key: int = 0) -> 
             largest = np.argsort(-np.abs(values), kind="stable")[:kept]
             sent[largest] = values[largest]
         return sent
+    begins = np.arange(0, len(values), getattr(compressor, "block", 1))
+    lengths = np.diff(begins, append=len(values))
+
+    def by_block(of: np.ufunc, numbers: Vector) -> Vector:
+        """Returns for each element what a ufunc makes of the numbers of its block."""
+        return np.repeat(of.reduceat(numbers, begins), lengths) if len(numbers) else numbers
+
+    size, count = np.abs(values), np.repeat(lengths, lengths)
     if isinstance(compressor, OneBit):
-        for begin in range(0, len(values), compressor.block):
-            block = values[begin : begin + compressor.block]
-            if compressor.scale == "mean":
-                scale = np.abs(block).sum() / len(block)
-            else:
-                scale = ((block * block).sum() / len(block)) ** 0.5
-            sent[begin : begin + len(block)] = np.where(block >= 0, scale, -scale)
-        return sent
+        if compressor.scale == "mean":
+            scale = by_block(np.add, size) / count
+        else:
+            scale = np.sqrt(by_block(np.add, values * values) / count)
+        return np.where(values >= 0, scale, -scale)
     if isinstance(compressor, StochasticTernary):
         generator = torch.Generator().manual_seed(compressor.stream(key))
         chance = torch.rand(len(values), generator=generator).double().numpy()
-        for begin in range(0, len(values), compressor.block):
-            block = values[begin : begin + compressor.block]
-            end = begin + len(block)
-            total = np.abs(block).sum()
-            amplitude = (block * block).sum() / total if total > 0 else 0.0
-            drawn = chance[begin:end] * np.abs(block).max() < np.abs(block)
-            sent[begin:end] = np.where(drawn, np.where(block > 0, amplitude, -amplitude), 0.0)
-        return sent
+        total, squares = by_block(np.add, size), by_block(np.add, values * values)
+        amplitude = np.divide(squares, total, out=np.zeros_like(total), where=total > 0)
+        drawn = chance * by_block(np.maximum, size) < size
+        return np.where(drawn, np.where(values > 0, amplitude, -amplitude), 0.0)
     raise TypeError(f"no reference for {type(compressor).__name__}")
 
 
