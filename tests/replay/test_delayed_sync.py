@@ -215,11 +215,10 @@ def assert_delayed_sync(t, data, workers, optimizer, versions):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.5), Adagrad(lr=0.05)], ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(3, warmup=0), Hybrid("auto", warmup=0)], ids=str)
-def test_a_run_is_delayed_sync(mode, optimizer, workers, tmp_path):
-    """Native store, barrier, push threads and all."""
-    data = uneven(40)
+def test_a_run_is_delayed_sync(mode, workers, tmp_path):
+    """Native store, barrier, push threads and all. Each mode and each number of NN workers has both optimizers."""
+    data, optimizer = uneven(40), SGD(lr=0.5) if (workers + (mode != Sync())) % 2 else Adagrad(lr=0.05)
 
     def work(member):
         t = trainer(mode, member, embedding_optimizer=optimizer, record_dir=str(tmp_path))

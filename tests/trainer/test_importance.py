@@ -100,7 +100,7 @@ def named(result):
 
 
 def test_the_feature_that_decides_comes_first(trained):
-    test = batches(50, seed=1)
+    test = batches(5, 1_000, seed=1)
     result = trained.importance(test)
     assert [each.name for each in result.features[:3]] == ["decides", "number", "copy"]
     found = named(result)
@@ -163,9 +163,9 @@ def test_losses_are_those_of_permuted_columns(trained):
 def test_an_interval_has_the_width_of_the_sampling_error(trained):
     """Losses on other rows of the same size lie within the interval, most of them."""
     within = 0
-    truth = named(trained.importance(batches(100, seed=99), repeats=2))
+    truth = named(trained.importance(batches(10, 1_000, seed=99), repeats=2))
     for seed in range(10):
-        found = named(trained.importance(batches(5, seed=100 + seed), repeats=2))
+        found = named(trained.importance(batches(1, 500, seed=100 + seed), repeats=2))
         for name in ("decides", "number", "noise"):
             lost = found[name].permuted
             within += lost.low <= truth[name].permuted.loss <= lost.high

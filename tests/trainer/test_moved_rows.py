@@ -1,5 +1,7 @@
 """Rows move to other PSs while a Trainer trains: it quiesces for a moment, and continues with the same numbers."""
 
+import functools
+
 import pytest
 
 from persia.checkpoint import CheckpointReader
@@ -52,12 +54,13 @@ def test_the_next_checkpoint_is_a_full_one(tmp_path):
     cluster = MovingCluster(2)
     every = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 5, "checkpoint_increments": 99}
     trainer = make_trainer(cluster, keep_last=9999, **every)
+    manifest_of = functools.cache(lambda step: CheckpointReader(str(tmp_path), step).manifest)
 
     def whole():
         """Whether each checkpoint is a full one, by version of its map."""
         found = {}
         for step in complete_steps(Storage(str(tmp_path))):
-            manifest = CheckpointReader(str(tmp_path), step).manifest
+            manifest = manifest_of(step)
             assert manifest.buckets is not None
             found.setdefault(manifest.buckets.version, []).append(manifest.base is None)
         return found

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import itertools
 import os
 import resource
 import shutil
@@ -39,8 +40,8 @@ def reader(rows=4_000):
     return persia.data.synthetic(rows, id_features=3, ids_per_feature=400, dense_features=1, batch_size=200)
 
 
-def schema_of(optimizer=None, capacity=300):
-    base = reader().schema
+def schema_of(optimizer=None, capacity=300, data=None):
+    base = (data or reader()).schema
     tables = [persia.Table("id_0", 16, optimizer=optimizer, capacity=capacity, admission=persia.AdmitProbability(0.5))]
     return persia.Schema(base.id_features, base.dense_features, base.labels, tables)
 
@@ -267,8 +268,10 @@ def accumulated(precision):
     return whole
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
-@pytest.mark.parametrize("stop", [5, 6, 7, 9, 14])
+@pytest.mark.parametrize(
+    ("stop", "precision"),
+    [*itertools.product([5, 6, 7, 9, 14], ["float32", "fp16"]), (6, "bf16")],  # bf16 has the state of float32.
+)
 def test_resuming_around_the_remainder_of_an_accumulation(tmp_path, stop, precision):
     """20 batches in groups of 3 leave 2: step 7 is smaller than the others, step 8 begins a new epoch and group."""
     whole, first = accumulated(precision), accumulating(precision)
@@ -336,17 +339,18 @@ def save_error(t, directory):
 
 
 def test_a_full_disk_leaves_checkpoint_and_trainer_usable(tmp_path, monkeypatch):
-    schema = schema_of()
+    data = persia.data.synthetic(2_400, id_features=2, ids_per_feature=400, dense_features=1, batch_size=200)
+    schema = schema_of(data=data)
     torch.manual_seed(1)
     undisturbed = trainer(schema)
-    undisturbed.fit(reader(), max_steps=9)
-    undisturbed.fit(reader())
+    undisturbed.fit(data, max_steps=9)
+    undisturbed.fit(data)
 
     torch.manual_seed(1)
     t = trainer(schema)
-    t.fit(reader(), max_steps=4)
+    t.fit(data, max_steps=4)
     t.save(str(tmp_path))
-    t.fit(reader(), max_steps=5)
+    t.fit(data, max_steps=5)
     attempts, full = 0, True
     while full:
         with monkeypatch.context() as patch:
@@ -365,7 +369,7 @@ def test_a_full_disk_leaves_checkpoint_and_trainer_usable(tmp_path, monkeypatch)
             assert len(list(tmp_path.glob("step-*"))) == len(listed)
     assert attempts > 10
     assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 9
-    t.fit(reader())
+    t.fit(data)
     assert_same_training(undisturbed, t)
 
 

@@ -67,10 +67,10 @@ DEFAULT = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("number", STATUS, ids=lambda n: n.name)
 def test_a_signal_ends_fit_after_its_step_with_a_checkpoint(mode, number, tmp_path, capsys):
-    count, out = 30, str(tmp_path / "out")
+    count, out = 20, str(tmp_path / "out")
     t = trainer(mode, checkpoint_dir=out)
     with pytest.raises(STATUS[number]) as ended:
-        t.fit(Source(count, 10, send(number)))
+        t.fit(Source(count, 6, send(number)))
     if number == signal.SIGTERM:
         assert ended.value.code == 143
     assert 0 < t.position < count

@@ -350,20 +350,20 @@ def in_lock_step(nn_workers, mode, data, dtype, reduction="per_id", **options):
 @pytest.mark.parametrize("reduction", ["per_id", "global"])
 @pytest.mark.parametrize("nn_workers", [2, 4])
 def test_gba_in_lock_step_is_sync(nn_workers, reduction, after_all_pushes):
-    data = batches(20 * nn_workers)
+    data = batches(12 * nn_workers)
     sync = in_lock_step(nn_workers, Sync(reduction), data, torch.float64)
     gba = in_lock_step(nn_workers, Gba(nn_workers * ROWS, 3, reduction), data, torch.float64)
-    assert gba.global_step == sync.global_step == 20
+    assert gba.global_step == sync.global_step == 12
     assert_same(sync, gba, 1e-9)
 
 
 @pytest.mark.parametrize("nn_workers", [2, 4])
 def test_to_gba_and_back_in_lock_step_is_never_having_switched(nn_workers, after_all_pushes):
-    data = batches(20 * nn_workers)
-    schedule = [(0, Sync()), (6, Gba(nn_workers * ROWS)), (14, Sync())]
+    data = batches(12 * nn_workers)
+    schedule = [(0, Sync()), (4, Gba(nn_workers * ROWS)), (9, Sync())]
     plain = in_lock_step(nn_workers, Sync(), data, torch.float64)
     switching = in_lock_step(nn_workers, Sync(), data, torch.float64, mode_schedule=schedule)
-    assert [s.step for s in switching.switches] == [6, 14]
+    assert [s.step for s in switching.switches] == [4, 9]
     assert_same(plain, switching, 1e-9)
     theirs = plain.step.optimizer.state_dict()["state"]
     for number, mine in switching.step.optimizer.state_dict()["state"].items():
@@ -374,7 +374,7 @@ def test_to_gba_and_back_in_lock_step_is_never_having_switched(nn_workers, after
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("mode", [Gba(3 * ROWS), HopBw(1), HopBs(2)], ids=lambda m: type(m).__name__)
 def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, monkeypatch):
-    data = batches(60)
+    data = batches(40)
     monkeypatch.setattr("persia.dense.network.SLICE_SECONDS", 0.02)  # Until a place of the dead one is filled.
     monkeypatch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)  # As if killed.
     leave_batches_to(victim, monkeypatch)
@@ -399,7 +399,7 @@ def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, mo
     report = others[0].asynchronous
     assert report.lost_tokens == 1
     # What the dead one had in its hands was trained by the others, and nothing twice.
-    assert report.batches + report.dropped_batches == 60
+    assert report.batches + report.dropped_batches == 40
 
 
 @pytest.mark.slow

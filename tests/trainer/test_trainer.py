@@ -345,12 +345,11 @@ class Diverging(torch.nn.Module):
         return loss * self.bad if self.diverged and self.in_loss else loss
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("in_loss", [False, True], ids=["logits", "loss"])
 @pytest.mark.parametrize("at", [0, 7, 19], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_model_that_diverges_is_reported_with_its_batch(tmp_path, bad, in_loss, at, accumulation):
-    data = reader()
+def test_a_model_that_diverges_is_reported_with_its_batch(tmp_path, in_loss, at, accumulation):
+    data, bad = reader(), float("inf" if (in_loss + at // 7 + accumulation // 3) % 2 else "nan")  # Both with each.
     options = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 1, "accumulation_steps": accumulation}
     t = trainer(data.schema, model=Diverging(at, bad, in_loss), **options)
     what = "the loss is" if in_loss else "of 200 logits"
