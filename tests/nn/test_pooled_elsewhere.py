@@ -54,10 +54,15 @@ def trained(
 MODES: dict[str, Mode] = {"sync": Sync(), "hybrid": Hybrid(2, warmup=0), "paper": Hybrid(2, warmup=0, refresh=False)}
 
 
-@pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-@given(seed=st.integers(0, 1000), size=st.integers(1, 12), most=st.integers(1, 6), ids=st.sampled_from([3, 20, 500]))
-def test_the_bits_are_those_of_pooling_at_the_nn_worker(servers, mode, seed, size, most, ids):
+@given(
+    servers=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+    size=st.integers(1, 12),
+    most=st.integers(1, 6),
+    ids=st.sampled_from([3, 20, 500]),
+)
+def test_the_bits_are_those_of_pooling_at_the_nn_worker(mode, servers, seed, size, most, ids):
     # Hybrid depends on time, but for the first batch and batches without common rows.
     count = 6 if mode == "sync" else 1
     batches = [batch_of(seed + number, size, most, ids) for number in range(count)]
