@@ -120,12 +120,14 @@ def test_a_kill_at_every_call(url: str, monkeypatch: pytest.MonkeyPatch, value: 
     monkeypatch.setattr(os, "fsync", lambda _: None)  # The disk does not fail here, and is slow.
     faults = Faults(monkeypatch)
     fs, root = fsspec.core.url_to_fs(url)
+    before = f"{root}-before"
+    write(f"{url}-before", 1, 0.5)
+    write(f"{url}-before", 2, 0.3)
     at, seen = 0, set()
     while True:
         if fs.exists(root):
             fs.rm(root, recursive=True)
-        write(url, 1, 0.5)
-        write(url, 2, 0.3)
+        fs.cp(before, root, recursive=True)
         faults.arm(at, raising(Kill()))
         try:
             write(url, step, value)

@@ -1,6 +1,8 @@
 """`--step best`, the lines about the best step, and options that steer training, on the command line."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -36,12 +38,22 @@ keep_best = "log_loss"
 """
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a configuration, and a run that stopped early; and what the command has printed."""
+    folder = tmp_path_factory.mktemp("best")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("run.toml").write_text(CONFIG)
+        return folder, persia("train", "run.toml", "--output", "out", "--json", "result.json")
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A folder with a configuration, and a run that stopped early."""
+def run(trained, tmp_path, monkeypatch):
+    """A copy of that folder, and the result of the run."""
+    folder, text = trained
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    text = persia("train", "run.toml", "--output", "out", "--json", "result.json")
     return tmp_path, text, json.loads((tmp_path / "result.json").read_text())
 
 
@@ -111,7 +123,9 @@ def test_continual_training_ignores_options_that_steer(run):
     assert ignored in " ".join(text.split())
 
 
-def test_the_dump_has_them(run):
+def test_the_dump_has_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(CONFIG)
     text = persia("train", "run.toml", "--dump-config")
     for line in ("eval_every_steps = 10", "patience = 3", 'keep_best = "log_loss"', "# eval_every_epochs is not set"):
         assert line in text
