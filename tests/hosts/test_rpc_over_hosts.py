@@ -125,3 +125,53 @@ def test_a_message_that_takes_longer_than_a_silent_connection_may(calls):
     calls.begin(1, 3_000_000, seconds=60.0)
     (error,) = calls.outcome()["errors"]
     assert "a request or reply takes more than 15 s on a slow network" in error
+
+
+NAME, NAMED_PORT = "rows", 7000
+
+
+@pytest.mark.slow
+def test_a_name_that_moves_to_another_address(tmp_path):
+    """The host behind it is gone without notice, and nothing answers at its address, as beyond a router."""
+    keys, names = tmp_path / "keys", tmp_path / "hosts"
+    rpc.make_keys(keys)
+    environment = {"PERSIA_CURVE_KEYS": str(keys), "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment}
+    try:
+        hosts = Hosts(3, 0.05)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    started = []
+    with hosts:
+
+        def serve(number: int) -> None:
+            address = hosts.addresses[number]
+            started.append(hosts.start(number, *PROGRAM, "serve", f"tcp://{address}:{NAMED_PORT}", **pipes))
+            assert started[-1].stdout.readline().strip() == f"tcp://{address}:{NAMED_PORT}"
+            names.write_text(f"127.0.0.1 localhost\n{address} {NAME}\n")
+
+        def dialled() -> bool:
+            """Whether the caller has sent a request for a connection that was not answered."""
+            return "SYN-SENT" in hosts.run(1, "ss", "-tan", "dst", hosts.addresses[0]).stdout
+
+        serve(0)
+        assert hosts.run(1, "mount", "--bind", str(names), "/etc/hosts").returncode == 0
+        calling = hosts.start(1, *PROGRAM, "call", f"tcp://{NAME}:{NAMED_PORT}", **pipes)
+        started.append(calling)
+        calling.stdin.write(f"2000 20000 {TIMEOUT}\n")
+        calling.stdin.flush()
+        wait_until(lambda: hosts.moved(1)[0] > 1_000_000, "calls", 60)
+        hosts.kill(0)
+        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+        assert hosts.run(1, "ip", "neigh", "replace", hosts.addresses[0], *nobody).returncode == 0
+        wait_until(dialled, "a connection to the address that is gone", 60)
+        serve(2)
+        moved = time.monotonic()
+        outcome = json.loads(calling.stdout.readline())
+        seconds = time.monotonic() - moved
+    for process in started:
+        process.communicate()
+    assert outcome["errors"] == []
+    assert outcome["same"] == 2000
+    assert outcome["connects"] == 2
+    assert seconds < 30

@@ -3,12 +3,14 @@
 import contextlib
 import gc
 import os
+import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ import zmq
 
 from persia import rpc
 from persia.errors import ConfigError, DeadlineError, PersiaError, RemoteError, StoreError, WireError
+from persia.rpc import port
 from persia.rpc.failures import failure
 from persia.rpc.messages import Kind, body
 from persia.rpc.port import client_port
@@ -25,6 +28,8 @@ from support.strangers import raw_dealer
 from support.waiting import wait_until
 
 SMALL = rpc.Limits(message_bytes=1 << 20)
+SYN_SENT = "02"
+"""State of a connection in /proc/net/tcp."""
 LARGE = np.zeros(1 << 20, np.float32)
 
 
@@ -566,3 +571,32 @@ def test_a_server_that_gets_no_more_threads_keeps_one_that_reads(monkeypatch):
         room.meet(array)
         assert [call.result() for call in calls] == [1] * 2
         rpc.close(stub)
+
+
+def test_a_connection_that_nobody_answers_is_tried_again(monkeypatch):
+    """A listener whose queue is full drops what connects, as a host does that is gone: there is no answer at all."""
+    monkeypatch.setattr(port, "CONNECT_SECONDS", 0.1)
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+
+        def dialling() -> set[str]:
+            """Ports of connections that wait for an answer."""
+            lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+            return {line[1] for line in lines if line[2].endswith(f":{address[1]:04X}") and line[3] == SYN_SENT}
+
+        while not dialling():
+            filling = held.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(address)
+        filled, seen = dialling(), set()
+        stub = rpc.connect(f"tcp://127.0.0.1:{address[1]}", Sample)
+        held.callback(rpc.close, stub)
+
+        def dialled() -> bool:
+            seen.update(dialling() - filled)
+            return len(seen) >= 3
+
+        wait_until(dialled, "three connections one after another", DEADLINE)

@@ -34,6 +34,9 @@ USER = "persia"
 HEARTBEAT_SECONDS = 5
 DEAD_SECONDS = 15
 HANDSHAKE_SECONDS = 5
+CONNECT_SECONDS = 5.0
+"""After which a client that gets no answer connects anew, and looks the name up again. TCP alone waits 127 s, and asks
+again only after 1, 3, 7, 15, 31 and 63 s: up to a minute after a partition has ended."""
 RECONNECT_SECONDS = 0.02
 RECONNECT_MAX_SECONDS = 0.5
 REDIAL_SECONDS = 0.2
@@ -342,6 +345,7 @@ def client_port() -> Port:
 def _client_socket(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_SECONDS * 1000))
     socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_SECONDS * 1000))
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_SECONDS * 1000))
     _common(socket)
