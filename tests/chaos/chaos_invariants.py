@@ -64,6 +64,14 @@ def rows_of(servers: Iterable[Any]) -> dict[str, Rows]:
     return found
 
 
+def once(rows: Mapping[str, Rows]) -> list[str]:
+    """No row is on two PSs."""
+    wrong = []
+    for table, of in rows.items():
+        wrong += [f"{(table, id_)} is on two PSs" for id_ in of.ids[1:][of.ids[1:] == of.ids[:-1]].tolist()]
+    return _some("rows", wrong)
+
+
 def counts(rows: Mapping[str, Rows], pushes: Mapping[str, Pushes], acknowledged: bool = True) -> list[str]:
     """Every update that was acknowledged is there, and none that was not asked for, nor one twice.
 

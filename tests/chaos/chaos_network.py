@@ -1,7 +1,8 @@
 """Training over three hosts whose network and processes fail: `make chaos-hosts`, or with `PYTHONPATH=tests` this file.
 
 Prints a JSON line for each seed: the share of the time in which samples were trained, and every invariant that does not
-hold. With `--shrink`, a schedule that fails is run again without some of its faults, until each that is left is needed.
+hold. With `--scale`, embedding PSs and NN workers join and leave while the faults are made. With `--shrink`, a schedule
+that fails is run again without some of its faults, until each that is left is needed.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
+import shlex
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,11 +35,23 @@ GBITS = 1.0
 NARROW_GBITS = 0.001
 CLOCK_SECONDS = -3600
 """By which the clock of the last host is wrong."""
-REGION_MEBIBYTES = 64
+REGION_MEBIBYTES = 128
 PAUSE_SECONDS = 2.0
 RECOVERY_SECONDS = 240.0
 """Within which training continues after a fault, or has failed with the reason."""
+END_SECONDS = 480.0
+"""Within which changes of the numbers of processes have ended, and all rows are checked."""
 ROLES = ("embedding_ps", "embedding_worker", "data_loader", "coordinator", "nn_worker")
+NUMBERS: Mapping[str, Sequence[int]] = {"embedding_ps": (3, 4, 2, 5), "nn_worker": (2, 3, 1)}
+"""Numbers of processes of the roles that join and leave; a training begins with the first."""
+MOST_SECONDS = {"partition": 30.0, "stop": 20.0}
+"""That a fault may last, where it is not 10."""
+SCALES = 2
+"""Changes of the numbers of processes in each round of faults, for `draw`."""
+TARGET = 0.85
+"""Share of the time in which samples must be trained."""
+LONGEST_REPORT = 2.0
+"""Seconds of training that one report may stand for; they come each second."""
 TESTS = Path(__file__).parents[1]
 
 
@@ -44,10 +60,11 @@ class NetworkFault(NamedTuple):
 
     Attributes:
         kind: one of `INJECTORS`.
-        host: number of the host whose link or disk it is.
+        host: number of the host whose link or disk it is; chooses among the processes of `role`.
         seconds: that it lasts.
         amount: share of packets that are lost, for the kind `loss`.
-        role: of the process that is stopped, for the kind `stop`.
+        role: of the process that is stopped or killed, or of those that join and leave.
+        count: number of processes that there are to be, for the kind `scale`.
     """
 
     kind: str
@@ -55,6 +72,39 @@ class NetworkFault(NamedTuple):
     seconds: float = 0.0
     amount: float = 0.0
     role: str = ""
+    count: int = 0
+
+
+class Shares:
+    """Measures the share of the time in which samples are trained, from reports that come about each second.
+
+    Attributes:
+        seconds: between the first report and the last.
+        trained: seconds of them in which samples were trained; of a report that is late, 2 at most.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.trained = 0.0
+        self._at: float | None = None
+        self._looked_up: Mapping[str, float] = {}
+
+    def add(self, at: float, looked_up: Mapping[str, float]) -> bool:
+        """Adds a report; returns whether samples were trained since the one before.
+
+        Args:
+            at: when it was made, in seconds of a monotonic clock.
+            looked_up: batches that each embedding worker has looked up since its start.
+        """
+        trained = any(count > self._looked_up.get(name, 0.0) for name, count in looked_up.items())
+        if self._at is not None:
+            self.seconds += at - self._at
+            self.trained += min(at - self._at, LONGEST_REPORT) if trained else 0.0
+        self._at, self._looked_up = at, looked_up
+        return trained
+
+    def restart(self) -> None:
+        """Forgets the time so far."""
+        self.seconds = self.trained = 0.0
 
 
 class Run(HostsDriver):
@@ -64,9 +114,13 @@ class Run(HostsDriver):
         hosts: hosts that run Ray.
         folder: empty folder of the run.
         mode: one of `chaos_training.MODES`.
+        scales: whether numbers of processes change, so that no table may have a declared capacity.
+
+    Attributes:
+        killed: number of processes that were killed, by role.
     """
 
-    def __init__(self, hosts: RayHosts, folder: Path, mode: str) -> None:
+    def __init__(self, hosts: RayHosts, folder: Path, mode: str, scales: bool = False) -> None:
         regions = folder / "regions"
         regions.mkdir()
         for number in range(HOSTS):
@@ -76,10 +130,10 @@ class Run(HostsDriver):
         self.ballast = regions / "ballast"
         self.processes: list[dict[str, Any]] = []
         """Role, rank, process id and address of the host of each process."""
-        self.reports = self.productive = 0
-        """Messages so far, and how many of them came after training."""
-        self._looked_up: dict[str, float] = {}
-        super().__init__(hosts, folder / "driver.log", "-m", "chaos_network_training", str(folder), mode)
+        self.shares = Shares()
+        self.killed: Counter[str] = Counter()
+        program = ("-m", "chaos_network_training", str(folder), mode, *(("scale",) if scales else ()))
+        super().__init__(hosts, folder / "driver.log", *program)
 
     def train(self, seconds: float) -> None:
         """Returns after some seconds, and once samples were trained after them.
@@ -99,19 +153,32 @@ class Run(HostsDriver):
 
     def stop(self) -> dict[str, Any]:
         """Ends the training and returns its outcome."""
-        self.send("stop")
-        outcome: dict[str, Any] = self.await_message("outcome", RECOVERY_SECONDS)
+        self.send(f"stop {self.killed['embedding_ps']}")
+        outcome: dict[str, Any] = self.await_message("outcome", END_SECONDS)
         return outcome
+
+    def victim(self, fault: NetworkFault) -> dict[str, Any]:
+        """Returns a process of the role of a fault; waits for one.
+
+        Raises:
+            AssertionError: the training has failed, or there is none in time.
+        """
+        end = time.monotonic() + RECOVERY_SECONDS
+        while not (there := [process for process in self.processes if process["role"] == fault.role]):
+            assert time.monotonic() < end, f"there is no {fault.role}"
+            self.wait(0.0)
+        return there[fault.host % len(there)]
+
+    def signal(self, process: Mapping[str, Any], name: str) -> bool:
+        """Signals a process; returns whether it was still there."""
+        number = self.hosts.hosts.addresses.index(process["host"])
+        return self.hosts.hosts.run(number, "kill", f"-{name}", str(process["pid"])).returncode == 0
 
     def _follow(self, seconds: float, until_trained: bool) -> None:
         end = time.monotonic() + seconds
         for message in self.messages(seconds + RECOVERY_SECONDS):
             self.processes = message["processes"]
-            counts: dict[str, float] = message["looked_up"]
-            trained = any(count > self._looked_up.get(name, 0.0) for name, count in counts.items())
-            self._looked_up = counts
-            self.reports += 1
-            self.productive += trained
+            trained = self.shares.add(message["at"], message["looked_up"])
             if time.monotonic() >= end and (trained or not until_trained):
                 return
 
@@ -169,13 +236,20 @@ def reset(run: Run, fault: NetworkFault) -> None:
 
 def stop(run: Run, fault: NetworkFault) -> None:
     """A process hangs, its connections open, and continues."""
-    victims = [process for process in run.processes if process["role"] == fault.role]
-    assert victims, f"there is no {fault.role}"
-    victim = victims[fault.host % len(victims)]
-    number = run.hosts.hosts.addresses.index(victim["host"])
-    run.hosts.hosts.run(number, "kill", "-STOP", str(victim["pid"]))
-    _pause(run, fault)
-    run.hosts.hosts.run(number, "kill", "-CONT", str(victim["pid"]))
+    victim = run.victim(fault)
+    if run.signal(victim, "STOP"):
+        _pause(run, fault)
+        run.signal(victim, "CONT")
+
+
+def kill(run: Run, fault: NetworkFault) -> None:
+    """A process is gone at once, as the OOM killer does it."""
+    run.killed[fault.role] += run.signal(run.victim(fault), "KILL")
+
+
+def scale(run: Run, fault: NetworkFault) -> None:
+    """Processes begin to join or leave. Other faults are made meanwhile."""
+    run.send(f"scale {fault.role} {fault.count}")
 
 
 def full(run: Run, fault: NetworkFault) -> None:
@@ -202,32 +276,45 @@ INJECTORS: Mapping[str, Callable[[Run, NetworkFault], None]] = {
     "narrow": narrow,
     "reset": reset,
     "stop": stop,
+    "kill": kill,
     "full": full,
+    "scale": scale,
 }
+AT_ONCE = ("reset", "kill", "scale")
+"""Kinds that do not last."""
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
-def draw(seed: int, count: int) -> list[NetworkFault]:
-    """Returns `count` faults, in rounds in which each kind comes once. The seed decides all."""
+def draw(seed: int, count: int, scales: bool = False) -> list[NetworkFault]:
+    """Returns `count` faults, in rounds in which each kind comes once. The seed decides all.
+
+    Args:
+        seed: of the schedule.
+        count: how many.
+        scales: whether numbers of processes change too, `SCALES` times in each round.
+    """
     rng = random.Random(seed)
     faults: list[NetworkFault] = []
     kinds: list[str] = []
+    numbers = {role: counts[0] for role, counts in NUMBERS.items()}
     for _ in range(count):
         if not kinds:
-            kinds = rng.sample(list(INJECTORS), len(INJECTORS))
+            kinds = [kind for kind in INJECTORS if kind != "scale"] + ["scale"] * (SCALES if scales else 0)
+            rng.shuffle(kinds)
         kind = kinds.pop()
-        role = rng.choice(ROLES)
-        faults.append(
-            NetworkFault(
-                kind,
-                rng.randrange(HOSTS),
-                round(rng.uniform(1.0, 10.0), 1) if kind != "reset" else 0.0,
-                round(rng.uniform(0.01, 0.1), 3) if kind == "loss" else 0.0,
-                role if kind == "stop" else "",
-            )
-        )
+        host, lasts = rng.randrange(HOSTS), rng.uniform(1.0, MOST_SECONDS.get(kind, 10.0))
+        fault = NetworkFault(kind, host, 0.0 if kind in AT_ONCE else round(lasts, 1))
+        if kind == "loss":
+            fault = fault._replace(amount=round(rng.uniform(0.01, 0.1), 3))
+        elif kind in ("stop", "kill"):
+            fault = fault._replace(role=rng.choice(ROLES))
+        elif kind == "scale":
+            role = rng.choice(list(NUMBERS))
+            numbers[role] = rng.choice([number for number in NUMBERS[role] if number != numbers[role]])
+            fault = fault._replace(role=role, count=numbers[role])
+        faults.append(fault)
     return faults
 
 
@@ -259,24 +346,29 @@ def train_through(
         UnavailableError: this machine does not permit hosts.
     """
     folder.mkdir(exist_ok=True)
-    with lying_hosts(folder) as hosts, contextlib.closing(Run(hosts, folder, mode)) as run:
+    scales = any(fault.kind == "scale" for fault in faults)
+    with lying_hosts(folder) as hosts, contextlib.closing(Run(hosts, folder, mode, scales)) as run:
         run.train(PAUSE_SECONDS)
         log(" ".join(f"{p['role']}-{p['rank']}@{p['host']}" for p in run.processes))
-        run.reports = run.productive = 0
+        run.shares.restart()
         for fault in faults:
             began = time.monotonic()
             INJECTORS[fault.kind](run, fault)
             run.train(PAUSE_SECONDS)
             log(f"{fault}: trains {time.monotonic() - began - fault.seconds:.1f} s after its end")
-        return {**run.stop(), "training": run.productive / max(1, run.reports)}
+        seconds, trained = run.shares.seconds, run.shares.trained
+        return {**run.stop(), "training": trained / max(seconds, 1e-9), "seconds": round(seconds, 1)}
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--mode", choices=("sync", "hybrid", "gba"), default="hybrid")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the schedules; default: 1 2 3")
+    parser.add_argument("--faults", type=int, default=20, help="number of faults of a schedule; default: 20")
+    parser.add_argument("--mode", choices=("sync", "hybrid", "gba"), default="hybrid", help="default: hybrid")
+    parser.add_argument(
+        "--scale", action="store_true", help="let embedding PSs and NN workers join and leave meanwhile"
+    )
     parser.add_argument("--shrink", action="store_true", help="run a schedule that fails again without some faults")
     arguments = parser.parse_args()
     failed = False
@@ -288,10 +380,11 @@ def main() -> None:
                 folder = Path(place) / str(next(numbers))
                 return train_through(faults, arguments.mode, folder, partial(print, file=sys.stderr, flush=True))
             except AssertionError as error:
-                return {"wrong": [str(error)]}
+                return {"wrong": [str(error)], "training": 0.0}
 
         for seed in arguments.seeds:
-            schedule = draw(seed, arguments.faults)
+            schedule = draw(seed, arguments.faults, arguments.scale)
+            made = dict(Counter(fault.kind for fault in schedule))
             try:
                 outcome = outcome_of(schedule)
             except UnavailableError as reason:
@@ -300,7 +393,21 @@ def main() -> None:
                 failed = True
                 if arguments.shrink:
                     schedule = shrink(schedule, lambda faults: bool(outcome_of(faults)["wrong"]))
-            line = {"name": "chaos.hosts", "mode": arguments.mode, "seed": seed, "schedule": schedule, **outcome}
+            share = round(outcome.pop("training"), 3)
+            line = {
+                "name": "chaos.hosts",
+                "value": share,
+                "unit": "of the time spent training",
+                "target": TARGET,
+                "holds": not outcome["wrong"] and share >= TARGET,
+                "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+                "mode": arguments.mode,
+                "seed": seed,
+                "faults": sum(made.values()),
+                "made": made,
+                **outcome,
+                "schedule": schedule,
+            }
             print(json.dumps(line), flush=True)
     sys.exit(failed)
 

@@ -55,7 +55,8 @@ def draw(seed: int, seconds: float, count: int, kinds: Sequence[str] = KINDS, mo
     killed = 0
     for number in range(count):
         if not cases:
-            cases = [("kill", role) for role in ROLES if role != "nn_worker" or killed < most_nn_workers]
+            kills = ROLES if "kill" in kinds else ()
+            cases = [("kill", role) for role in kills if role != "nn_worker" or killed < most_nn_workers]
             cases += [(kind, rng.choice(ON_PROCESSES.get(kind, ("",)))) for kind in kinds if kind != "kill"]
             rng.shuffle(cases)
         kind, role = cases.pop()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 import numpy as np
-from chaos_invariants import Rows, counts, stale, sums, values
+from chaos_checks import Course, check_rows
+from chaos_invariants import Rows, counts, once, stale, sums, values
 from chaos_records import Recorded, collect
-from chaos_run import Plan, run
-from chaos_schedule import KINDS, draw
+from chaos_run import Dropped, Plan, run
+from chaos_schedule import KINDS, MOVES, ROLES, draw
 
-from persia.errors import StalePushError
+from persia.errors import ClosedError, StalePushError
+from persia.modes import Gba
 
 LEARNING_RATE = 0.5
+LEARNING_RATE_OF_RUNS = 10.0
 
 
 def test_a_schedule_is_drawn_from_its_seed():
@@ -23,6 +28,13 @@ def test_a_schedule_is_drawn_from_its_seed():
     assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
     assert {fault.kind for fault in faults} == set(KINDS)
     assert sum((fault.kind, fault.role) == ("kill", "nn_worker") for fault in draw(1, 1.0, 600)) == 15
+
+
+def test_only_some_kinds_are_drawn():
+    faults = draw(1, 100.0, 22, ("kill", *MOVES))
+    assert [fault.kind for fault in faults].count("move") == 12
+    assert {fault.role for fault in faults if fault.kind == "kill"} == set(ROLES)
+    assert {fault.kind for fault in draw(1, 100.0, 10, ("stop", "full_disk"))} == {"stop", "full_disk"}
 
 
 class Role:
@@ -130,6 +142,63 @@ def test_a_row_that_is_no_sum_of_its_gradients_is_found(tmp_path, monkeypatch):
 def test_more_stale_gradients_than_restarts_explain_are_a_failure():
     assert stale(10_000, 1, 3, 2, 1000) == []
     assert len(stale(10_001, 1, 3, 2, 1000)) == len(stale(1, 0, 3, 2, 1000)) == 1
+
+
+@pytest.fixture
+def gba_pushes(tmp_path):
+    """Twelve rows of `many`, each with a push of its own."""
+    role = Recorded(Role(), str(tmp_path), 1, 0)
+    for number in range(1, 13):
+        if number != 9:
+            gradient = np.full((1, 8), float(number), np.float32)
+            role.push((0, 0, number, number, 256), {"many": (np.array([number], np.uint64), gradient)})
+    return tmp_path
+
+
+def test_a_change_of_numbers_explains_steps_of_gba_that_were_cut_short(gba_pushes, monkeypatch):
+    """A push of a step of one counts three times as much as one of three."""
+    monkeypatch.setattr("chaos_invariants._initial_values", lambda table, ids, dim, seed: np.full((len(ids), dim), 7.0))
+    monkeypatch.setattr("chaos_checks.make_schema", lambda: SimpleNamespace(id_features=[0]))
+    monkeypatch.setattr("chaos_checks.BATCH", 1)
+    monkeypatch.setattr("chaos_checks.MODES", {"gba": Gba(3)})
+    ids = np.array([number for number in range(1, 13) if number != 9], np.uint64)
+    embeddings = np.repeat(7.0 - LEARNING_RATE_OF_RUNS * ids[:, None].astype(np.float64), 8, axis=1)
+    rows = {"many": Rows(ids, np.ones(len(ids)), embeddings)}
+    course = Course("gba", 2, restarts=0, changes=1, dropped=0, least=11)
+    checked = check_rows(rows, gba_pushes, course)
+    assert (checked.wrong, checked.compared, checked.counted, checked.differ) == ([], {"many": 11}, 11, 11)
+    (wrong,) = check_rows(rows, gba_pushes, course._replace(changes=0)).wrong
+    assert "11 gradients of rows are missing, or of short steps, at most 3 expected" in wrong
+    (wrong,) = check_rows(rows, gba_pushes, course._replace(dropped=1)).wrong
+    assert "stale gradients: 1 rows dropped, at most 0 expected" in wrong
+
+
+def test_other_modes_are_checked_by_the_sum_of_their_steps(gba_pushes, monkeypatch):
+    monkeypatch.setattr("chaos_invariants._initial_values", lambda table, ids, dim, seed: np.full((len(ids), dim), 7.0))
+    ids = np.array([number for number in range(1, 13) if number != 9], np.uint64)
+    embeddings = np.repeat(7.0 - LEARNING_RATE_OF_RUNS * ids[:, None].astype(np.float64), 8, axis=1)
+    rows = {"many": Rows(ids, np.ones(len(ids)), embeddings)}
+    course = Course("sync", 2, restarts=0, changes=0, dropped=0, least=11)
+    assert check_rows(rows, gba_pushes, course) == ([], {"many": 11}, 11, 0)
+    embeddings[3] += 1
+    (wrong,) = check_rows(rows, gba_pushes, course).wrong
+    assert "('many', 4) is" in wrong
+
+
+def test_a_row_on_two_pss_is_found():
+    rows = {"many": Rows(np.array([1, 4, 4, 5], np.uint64), np.ones(4), np.zeros((4, 2)))}
+    assert once(rows) == ["rows: ('many', 4) is on two PSs"]
+
+
+def test_stale_rows_of_a_ps_that_leaves_meanwhile_are_left_out():
+    def left():
+        raise ClosedError("it has left")
+
+    dropped = Dropped()
+    dropped.add([SimpleNamespace(row_staleness=lambda: SimpleNamespace(stale=3)), SimpleNamespace(row_staleness=left)])
+    assert dropped.rows == 3
+    dropped.add([SimpleNamespace(row_staleness=lambda: SimpleNamespace(stale=2))])  # Of a process that has restarted.
+    assert dropped.rows == 5
 
 
 @pytest.mark.processes
