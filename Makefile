@@ -147,8 +147,8 @@ wheel-test: install wheel  ## install the wheel into an empty environment, and t
 
 # First words of the names that `python -m benchmarks --list` prints. In `make bench` each has a process of its own, so that none
 # measures what another left behind. Smoke runs share two: to import torch and to start Ray takes longer than most of them.
-BENCHMARKS = plan scale driver capacity ssd store peers batch reading checkpoint rpc step compile sync gpu reuse profile globo quality modes fresh paper traffic ps roles cluster recovery threads apms wheel zoo seq interop ui init publish kafka serve online targets features token model
-BESIDE_RAY = plan scale driver capacity fresh cluster publish online recovery rpc roles ps traffic threads ssd checkpoint ui
+BENCHMARKS = plan scale driver hosts chaos capacity ssd store peers batch reading checkpoint rpc step compile sync gpu reuse profile globo quality modes fresh paper traffic ps roles cluster recovery threads apms wheel zoo seq interop ui init publish kafka serve online targets features token model
+BESIDE_RAY = plan scale driver hosts chaos capacity fresh cluster publish online recovery rpc roles ps traffic threads ssd checkpoint ui
 
 bench: install  ## every figure of docs/performance.md, some hours
 	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset laptop || exit 1; done
@@ -160,12 +160,12 @@ smoke-others: AREAS = $(filter-out $(BESIDE_RAY),$(BENCHMARKS))
 smoke-on-ray smoke-others: install
 	$(BIN)/python -m benchmarks $(AREAS:%='%.*') --preset smoke
 
-# Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba --shrink"
+# Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba --moves --shrink"
 chaos: install  ## train while things go wrong, 90 minutes
 	PYTHONPATH=tests $(BIN)/python tests/chaos/chaos_run.py $(CHAOS)
 
-# Arguments: make chaos-hosts CHAOS_HOSTS="--seeds 7 --mode gba --faults 10 --shrink"
-chaos-hosts: install  ## train over three hosts whose network fails, 20 minutes; needs root
+# Arguments: make chaos-hosts CHAOS_HOSTS="--seeds 7 --mode gba --faults 10 --scale --shrink"
+chaos-hosts: install  ## train over three hosts that fail, 20 minutes; needs root
 	PYTHONPATH=tests $(BIN)/python tests/chaos/chaos_network.py $(CHAOS_HOSTS)
 
 # The machine with the GPU needs no network: copy the checkout there with .whl, and run `make gpu`.

@@ -177,15 +177,20 @@ class Loop(NamedTuple):
     floor: float
 
 
-def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, floor: bool = False) -> Loop:
+def emulated(
+    cluster: Any, mode: Mode, steps: int, features: int = FEATURES, floor: bool = False, real_rows: int = 0
+) -> Loop:
     """Trains on this NN worker, with embeddings of the cluster; and, if asked for, with constant ones.
 
-    Lookups of `Sync` wait for the step before, as in the Persia paper.
+    Lookups of `Sync` wait for the step before, as in the Persia paper. With `real_rows`, batches have this many rows,
+    and lookups take as long as they do.
     """
+    rows = real_rows or ROWS
+    reached = cluster if real_rows else Slow(cluster)
     warm = WARM_STEPS
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(features)])
-    embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=mode, cluster=Slow(cluster))
+    embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=mode, cluster=reached)
     net: torch.nn.Module = torch.nn.Linear(features * DIM, 1)
     if count > 1:
         net = torch.nn.parallel.DistributedDataParallel(net)
@@ -200,7 +205,7 @@ def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, flo
 
     began = cpu = 0.0
     with waiting(ahead=not isinstance(mode, Sync)):
-        for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, ROWS, rank, features))):
+        for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, rows, rank, features))):
             if number == warm:
                 began, cpu = time.perf_counter(), time.process_time()
             step(list(embeddings(batch).values()), batch.labels)
@@ -208,8 +213,8 @@ def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, flo
     if not floor:
         return Loop(seconds, cpu, 0.0)
 
-    leaves = [torch.zeros(ROWS, DIM, requires_grad=True) for _ in range(features)]
-    labels = torch.zeros(ROWS, 1)
+    leaves = [torch.zeros(rows, DIM, requires_grad=True) for _ in range(features)]
+    labels = torch.zeros(rows, 1)
     began = time.perf_counter()
     for _ in range(steps):
         step(leaves, labels)

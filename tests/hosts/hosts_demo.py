@@ -95,13 +95,14 @@ class HostsRun(HostsDriver):
             yield rate
 
 
-def run_scenario(hosts: RayHosts, seconds: float, folder: Path) -> dict[str, Any]:
+def run_scenario(hosts: RayHosts, seconds: float, folder: Path, address: str = "") -> dict[str, Any]:
     """Trains, kills a host and boots it again; returns the metrics.
 
     Args:
         hosts: hosts that run Ray, `HOSTS` of them.
         seconds: seconds of training before, without and after the host.
         folder: a directory without checkpoints.
+        address: address with which the host returns; empty for the one that it had.
 
     Raises:
         AssertionError: the training failed, or did not continue.
@@ -122,13 +123,13 @@ def run_scenario(hosts: RayHosts, seconds: float, folder: Path) -> dict[str, Any
         metrics["recovered_s"] = time.monotonic() - died
         run.log(f"it trains again after {metrics['recovered_s']:.1f} s")
         metrics["without"] = run.measure_rate(seconds)
+        metrics["victim"], addresses[victim] = addresses[victim], address or addresses[victim]
         hosts.hosts.boot(victim)
         hosts.start_ray(victim)
         run.log(f"host {addresses[victim]} is back")
         metrics["rejoined"] = run.add_embedding_worker()
         metrics["after"] = run.measure_rate(seconds)
         metrics["result"] = run.stop()
-        metrics["victim"] = addresses[victim]
         metrics["moved_bytes"] = {address: hosts.hosts.moved(number) for number, address in enumerate(addresses)}
         return metrics
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from support.packet_relay import Treatment
 
-__all__ = ["Hosts", "Treatment", "UnavailableError"]
+__all__ = ["NETWORK", "Hosts", "Treatment", "UnavailableError"]
 
 PROGRAMS = ("setpriv", "unshare", "nsenter", "ip", "tc", "ss")
 RELAY = Path(__file__).with_name("packet_relay.py")
@@ -57,7 +57,7 @@ class Hosts:
         gbits: rate of each link in each direction, Gbit/s; None for as fast as the kernel copies.
 
     Attributes:
-        addresses: address of each host.
+        addresses: address of each host. A host that was killed may boot with another one.
 
     Raises:
         UnavailableError: this machine does not permit them; the message says why.
