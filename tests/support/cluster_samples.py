@@ -210,6 +210,7 @@ def bare_host() -> type:
 
     class Bare:
         def __init__(self) -> None:
+            self.incarnation = 1
             print("bare 0 says hello", flush=True)
 
         def info(self) -> Any:
@@ -219,7 +220,11 @@ def bare_host() -> type:
 
             node = ray.get_runtime_context().get_node_id()
             logs = [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)]
-            return ProcessInfo(os.getpid(), "here", node, logs, 1, "")
+            return ProcessInfo(os.getpid(), "here", node, logs, self.incarnation, "")
+
+        def rejoin(self) -> Any:
+            self.incarnation += 1
+            return self.info()
 
         def watch(self) -> None:
             threading.Event().wait()

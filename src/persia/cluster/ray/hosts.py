@@ -174,6 +174,16 @@ class Host:
         self.log.info("joined as incarnation %d, listens at %s", incarnation, address)
         return self.coordinator
 
+    def rejoin(self) -> ProcessInfo:
+        """Joins the membership again, in which this process was dead while the driver did not reach it.
+
+        Others continue as after a restart: this process may have missed what they did meanwhile.
+        """
+        assert self.coordinator is not None
+        self.process.incarnation = self.coordinator.join(self.role, self.rank, self.address).incarnation
+        self.log.warning("was out of reach, and has joined again as incarnation %d", self.process.incarnation)
+        return self.info()
+
     def _report_always(self) -> None:
         while True:
             time.sleep(REPORT_SECONDS)

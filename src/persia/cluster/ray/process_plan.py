@@ -80,6 +80,11 @@ class ProcessInfo(NamedTuple):
     incarnation: int
     address: str
 
+    def is_same(self, other: ProcessInfo | None) -> bool:
+        """Returns whether this is the same process as another one, not its successor."""
+        known = other is not None and (other.node, other.pid, other.incarnation)
+        return known == (self.node, self.pid, self.incarnation)
+
 
 class ServerSeat(NamedTuple):
     """Position of a PS among the PSs of its host. A restart does not change it.

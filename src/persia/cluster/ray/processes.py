@@ -158,8 +158,7 @@ class Processes:
 
     def check(self) -> None:
         """Raises RoleDiedError if processes have died permanently: for the first one, with later deaths listed."""
-        failures = self.failures()
-        if failures:
+        if failures := self.failures():
             first, *later = failures
             message = "\n".join([first.message, *(f"After that, {other.message}" for other in later)])
             raise RoleDiedError(message, **first.fields, later=[other.fields for other in later])
@@ -292,23 +291,24 @@ class Processes:
         deadline = Deadline(ANSWER_SECONDS)
         while process.info is not None and not deadline.passed and not self._ending.is_set():
             try:
-                info = ray.get(process.handle.info.remote(), timeout=deadline.left)
+                return bool(ray.get(process.handle.info.remote(), timeout=deadline.left).is_same(process.info))
             except ActorUnavailableError:
                 self._ending.wait(RETRY_SECONDS)
             except (RayError, PersiaError):
                 return False
-            else:
-                known = process.info
-                return bool((info.node, info.pid, info.incarnation) == (known.node, known.pid, known.incarnation))
         return False
 
     def _await_restart(self, process: Process, reason: str) -> None:
-        deadline = Deadline(self._timeout)
+        deadline, rejoins = Deadline(self._timeout), False
         call: Any = None
         while not self._ending.is_set():
             call = call or process.handle.info.remote()
             try:
-                process.info = ray.get(call, timeout=ATTEMPT_SECONDS)
+                info = ray.get(call, timeout=ATTEMPT_SECONDS)
+                if not rejoins and process.role != "coordinator" and info.is_same(process.info):
+                    call, rejoins = process.handle.rejoin.remote(), True
+                    continue  # It has not restarted: only its host was out of reach.
+                process.info = info
                 # Not earlier: a call that fails before the process has restarted would count as its next death.
                 process.watching = process.handle.watch.remote()
                 self._restarted(process)
@@ -319,7 +319,7 @@ class Processes:
             except GetTimeoutError:
                 died = False
             except RayActorError as error:
-                died, call = isinstance(error, ActorDiedError), None
+                died, call, rejoins = isinstance(error, ActorDiedError), None, False
             except RayError:
                 died = True
             lost = process.role in PINNED and process.info is not None and not _node_alive(process.info.node)
