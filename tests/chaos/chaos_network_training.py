@@ -106,7 +106,7 @@ def main(folder: Path, mode: str, scales: bool) -> None:
 
         def train() -> None:
             try:
-                results.append(trainer.fit(make_data()))
+                results.append(trainer.fit(make_data(not scales)))
             except Exception:
                 _send(failed=traceback.format_exc())
 

@@ -37,7 +37,7 @@ from persia.errors import ClosedError
 from persia.testing import Threads
 from support.cluster_samples import eventually, pids
 
-REGION_MEBIBYTES = 64
+REGION_MEBIBYTES = 128
 NN_WORKERS = 2
 
 
@@ -115,7 +115,7 @@ def run(
         ):
             site = site._replace(cluster=cluster)
             trainer = make_trainer(cluster, plan.mode, f"chaos://{site.checkpoints}", bounded=not plan.moves)
-            trainer.fit(make_data(), max_steps=10)  # Until all roles are there.
+            trainer.fit(make_data(not plan.moves), max_steps=10)  # Until all roles are there.
             if faults is None:
                 faults = draw(plan.seed, plan.seconds, plan.faults, kinds, plan.faults // 4)
             chaos = Chaos(site, list(faults), lambda fault: told(f"{fault.kind} {fault.role}"))
@@ -129,7 +129,8 @@ def run(
                     or any(thread.is_alive() for thread in site.moves)
                 ):
                     left = plan.steps - trainer.global_step
-                    result = trainer.fit(make_data(), max_steps=min(plan.chunk, left) if left > 0 else plan.chunk)
+                    steps = min(plan.chunk, left) if left > 0 else plan.chunk
+                    result = trainer.fit(make_data(not plan.moves), max_steps=steps)
                     training += result.seconds
                     deaths += result.failures
                     dropped.add(trainer.embeddings.connection.servers)
@@ -193,8 +194,8 @@ def _undisturbed(plan: Plan, steps: int) -> float:
     """The AUC of as many steps in which nothing goes wrong, with all roles in this process."""
 
     def trained(member: Any) -> float:
-        trainer = make_trainer(member, plan.mode, None)
-        trainer.fit(make_data(), max_steps=steps)
+        trainer = make_trainer(member, plan.mode, None, bounded=not plan.moves)
+        trainer.fit(make_data(not plan.moves), max_steps=steps)
         return float(trainer.evaluate(make_test_data()).auc)
 
     return Threads(NN_WORKERS, ps=2).run(trained)[0]

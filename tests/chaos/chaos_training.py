@@ -51,27 +51,41 @@ def make_trainer(cluster: Any, mode: str, checkpoints: str | None, bounded: bool
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """A synthetic click log with one more feature: `many` has `MANY` ids, which tell nothing about the label."""
+    """A synthetic click log with one more feature: `many` has `MANY` ids, which tell nothing about the label.
+
+    Args:
+        clicks: the log.
+        extra_ids: number of ids of the feature `extra_0`; 0 for ever new ones.
+    """
 
     clicks: Any
+    extra_ids: int = 0
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[persia.Batch]:
         for batch in self.clicks.batches(epoch, start):
-            many = persia.IdColumn(batch.id_features["extra_0"].values % np.uint64(MANY))
-            yield dataclasses.replace(batch, id_features={**batch.id_features, "many": many})
+            extra = batch.id_features["extra_0"].values
+            columns = {"many": extra % np.uint64(MANY)}
+            if self.extra_ids:
+                columns["extra_0"] = extra % np.uint64(self.extra_ids)
+            others = {name: persia.IdColumn(ids) for name, ids in columns.items()}
+            yield dataclasses.replace(batch, id_features={**batch.id_features, **others})
 
     def __iter__(self) -> Iterator[persia.Batch]:
         return self.batches()
 
     def shard(self, index: int, count: int) -> Log:
-        return Log(self.clicks.shard(index, count))
+        return Log(self.clicks.shard(index, count), self.extra_ids)
 
     def fingerprint(self) -> Any:
         return self.clicks.fingerprint()
 
 
-def make_data() -> Log:
-    """Few ids, so that the AUC is soon what it will be; ever new ones, so that regions grow; and many that return."""
+def make_data(bounded: bool = True) -> Log:
+    """Few ids, so that the AUC is soon what it will be; ever new ones, so that regions grow; and many that return.
+
+    Args:
+        bounded: whether the tables are, so that rows are evicted. Else there are as many ids as rows that would stay.
+    """
     clicks = persia.data.synthetic(
         1 << 40,
         id_features=3,
@@ -82,7 +96,7 @@ def make_data() -> Log:
         dim=8,
         seed=1,
     )
-    return Log(clicks)
+    return Log(clicks, 0 if bounded else MOST_EXTRA)
 
 
 def make_schema(bounded: bool = True) -> persia.Schema:
