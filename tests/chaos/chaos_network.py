@@ -179,7 +179,8 @@ class Run(HostsDriver):
         for message in self.messages(seconds + RECOVERY_SECONDS):
             self.processes = message["processes"]
             trained = self.shares.add(message["at"], message["looked_up"])
-            if time.monotonic() >= end and (trained or not until_trained):
+            # By the time of the report, as others may have waited here since before. All hosts have one such clock.
+            if message["at"] >= end and (trained or not until_trained):
                 return
 
 
@@ -337,9 +338,20 @@ def lying_hosts(folder: Path, notice: Mapping[str, str] = LATE_NOTICE) -> Iterat
 
 
 def train_through(
-    faults: Sequence[NetworkFault], mode: str, folder: Path, log: Callable[[str], None] = lambda _: None
+    faults: Sequence[NetworkFault],
+    mode: str,
+    folder: Path,
+    log: Callable[[str], None] = lambda _: None,
+    pause: float = PAUSE_SECONDS,
 ) -> dict[str, Any]:
     """Trains through faults; returns the outcome of `chaos_network_training`, and the share of the time with training.
+
+    Args:
+        faults: made one after another; those of the kind `scale` in the background.
+        mode: one of `chaos_training.MODES`.
+        folder: of the run; made here.
+        log: gets a line for each fault.
+        pause: seconds after each fault; longer, if no samples are trained until then.
 
     Raises:
         AssertionError: the training has failed, or did not continue after a fault.
@@ -354,8 +366,9 @@ def train_through(
         for fault in faults:
             began = time.monotonic()
             INJECTORS[fault.kind](run, fault)
-            run.train(PAUSE_SECONDS)
+            run.train(0.0)
             log(f"{fault}: trains {time.monotonic() - began - fault.seconds:.1f} s after its end")
+            run.train(pause)
         seconds, trained = run.shares.seconds, run.shares.trained
         return {**run.stop(), "training": trained / max(seconds, 1e-9), "seconds": round(seconds, 1)}
 
@@ -365,6 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the schedules; default: 1 2 3")
     parser.add_argument("--faults", type=int, default=20, help="number of faults of a schedule; default: 20")
+    parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds after each fault; default: 2")
     parser.add_argument("--mode", choices=("sync", "hybrid", "gba"), default="hybrid", help="default: hybrid")
     parser.add_argument(
         "--scale", action="store_true", help="let embedding PSs and NN workers join and leave meanwhile"
@@ -377,8 +391,8 @@ def main() -> None:
 
         def outcome_of(faults: Sequence[NetworkFault]) -> dict[str, Any]:
             try:
-                folder = Path(place) / str(next(numbers))
-                return train_through(faults, arguments.mode, folder, partial(print, file=sys.stderr, flush=True))
+                folder, log = Path(place) / str(next(numbers)), partial(print, file=sys.stderr, flush=True)
+                return train_through(faults, arguments.mode, folder, log, arguments.pause)
             except AssertionError as error:
                 return {"wrong": [str(error)], "training": 0.0}
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -118,9 +119,10 @@ def test_a_change_of_numbers_that_does_not_end_is_told():
 def test_faults_befall_a_process_once_it_is_there(tmp_path):
     """A signal to one that has ended is no death."""
     processes = [{"role": role, "rank": 0, "pid": 7, "host": "b"} for role in ("nn_worker", "embedding_ps")]
+    later = time.monotonic() + 60.0
     messages = [
-        {"at": 1.0, "looked_up": {}, "processes": processes[:1]},
-        {"at": 2.0, "looked_up": {"embedding_worker-0": 1.0}, "processes": processes},
+        {"at": later, "looked_up": {}, "processes": processes[:1]},
+        {"at": later + 1, "looked_up": {"embedding_worker-0": 1.0}, "processes": processes},
         {"outcome": {"wrong": []}},
     ]
     sent, said = io.StringIO(), io.StringIO("".join(f"{json.dumps(message)}\n" for message in messages))
