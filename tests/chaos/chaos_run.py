@@ -216,7 +216,7 @@ def _hosts(pushes: str, every: int) -> dict[str, type]:
 
 
 def _cluster(site: Site) -> Any:
-    options = persia.cluster.RayOptions(threads=1, timeout=120.0, restarts=1000, regions=str(site.regions))
+    options = persia.cluster.RayOptions(threads=1, timeout=240.0, restarts=1000, regions=str(site.regions))
     return persia.cluster.Ray(2, 2, 1, NN_WORKERS, options)
 
 
