@@ -385,7 +385,9 @@ def config_of(data, evaluation):
 
 def test_eval_data_inherit_columns_but_not_rows():
     columns = {"rename": {"click": "clicked"}, "fill": {"price": 0.0}, "where": "click is not None", "day": "day"}
+    columns["tokens_per_batch"] = 5_000  # Evaluation needs the same memory.
     rows = {"split": {"part": "train", "test": 0.1}, "shuffle_rows": 1000, "drop_last": True, "shard": [0, 2]}
+    rows["similar_lengths"] = True
     data = {"kind": "csv", "path": "a.csv", "options": columns | rows}
     assert config_of(data, {"kind": "csv", "path": "b.csv"}) == columns
     own = {"fill": {"price": 1.0}, "split": {"part": "test", "test": 0.1}}

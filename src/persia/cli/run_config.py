@@ -65,7 +65,10 @@ WITH_DEFAULT_PATH = tuple(
     kind for kind, make in READERS.items() if next(iter(inspect.signature(make).parameters.values())).default is None
 )
 """Readers that default to files in PERSIA_DATA."""
-TRAINING_ONLY = ("split", "shuffle_rows", "drop_last", "shard", "group_rows", "start", "until", "group", "dead_letters")
+TRAINING_ONLY = (
+    *("split", "shuffle_rows", "drop_last", "shard", "group_rows", "similar_lengths"),
+    *("start", "until", "group", "dead_letters"),
+)
 """Options that select or order the training rows."""
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -151,7 +154,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def in_order(self) -> DataConfig:
         """Returns a copy that reads all samples in the order of the source, for output aligned with its rows."""
-        fixed: data.RowOptions = {"shuffle_rows": 0, "drop_last": False, "group_rows": 0}
+        fixed: data.RowOptions = {"shuffle_rows": 0, "similar_lengths": False, "drop_last": False, "group_rows": 0}
         return msgspec.structs.replace(self, options={k: fixed.get(k, v) for k, v in self.options.items()})
 
     def of_file(self, path: str) -> DataConfig:

@@ -12,6 +12,7 @@ import numpy as np
 from persia.batching.batch import Batch
 from persia.batching.id_column import IdColumn
 from persia.checks import MAX_SEED, check_flag, check_integer, plain
+from persia.data.event_budget import Budget, MeasuredRows, cut_events, cut_similar, event_counts, sequence_lengths
 from persia.data.whole_groups import Groups, cut_groups, find_groups, permuted
 from persia.errors import ConfigError
 from persia.schema import InputRules, Schema, input_rules_of
@@ -128,7 +129,7 @@ class InputSource(RowSource, Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """Assignment of rows to batches: `batch_size` samples per batch, and five of the options in `RowOptions`."""
+    """Assignment of rows to batches: `batch_size` samples per batch, and seven of the options in `RowOptions`."""
 
     batch_size: int = 1024
     shuffle_rows: int = 0
@@ -136,9 +137,11 @@ class Order:
     drop_last: bool = False
     shard: tuple[int, int] = (0, 1)
     group_rows: int = 0
+    tokens_per_batch: int = 0
+    similar_lengths: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "shuffle_rows", "seed", "group_rows"):
+        for name in ("batch_size", "shuffle_rows", "seed", "group_rows", "tokens_per_batch"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         check_integer("batch_size", self.batch_size, 1)
         check_integer("shuffle_rows", self.shuffle_rows, 0)
@@ -149,8 +152,11 @@ class Order:
                 f"Invalid shard = {self.shard!r}; expected (index, count) with 0 <= index < count.", field="shard"
             )
         check_integer("group_rows", self.group_rows, 0)
+        check_integer("tokens_per_batch", self.tokens_per_batch, 0)
+        check_flag("similar_lengths", self.similar_lengths)
         if self.group_rows:
             self._check_groups()
+        self._check_budget()
 
     def _check_groups(self) -> None:
         least = 2 * self.group_rows - 1
@@ -171,6 +177,23 @@ class Order:
                 "drop_last does not go with group_rows, as batches of whole groups vary in size; leave one out.",
                 field="drop_last",
             )
+
+    def _check_budget(self) -> None:
+        if self.similar_lengths and not (self.tokens_per_batch and self.shuffle_rows):
+            raise ConfigError(
+                "similar_lengths sorts the rows of each block of shuffle_rows, and cuts them by tokens_per_batch; set "
+                "both, or leave similar_lengths out.",
+                field="similar_lengths",
+            )
+        if not self.tokens_per_batch:
+            return
+        for name in ("group_rows", "drop_last"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} does not go with tokens_per_batch, whose batches vary in size and end after any row; "
+                    "leave one out.",
+                    field=name,
+                )
 
     @property
     def window(self) -> int:
@@ -205,6 +228,8 @@ class StreamReader:
                 "group_rows keeps groups whole, but the schema declares none; set Schema.group, their column.",
                 field="group_rows",
             )
+        if self.order.tokens_per_batch:
+            sequence_lengths(self.schema, self.order.tokens_per_batch)
 
     @property
     def input_rules(self) -> InputRules | None:
@@ -217,6 +242,8 @@ class StreamReader:
         first = start * count + index
         if self.order.group_rows:
             return self._cut_groups(epoch, first)
+        if self.order.tokens_per_batch:
+            return self._cut_events(epoch, first)
         skip = first * self.order.batch_size
         if not self.order.shuffle_rows:
             return self._cut(self.source.chunks(skip), first)
@@ -291,6 +318,8 @@ class StreamReader:
         source = source.ordered(batch_size=order.batch_size, shuffle_rows=order.shuffle_rows, shard=order.shard)
         if order.group_rows:
             source = source.ordered(group_rows=order.group_rows)
+        if order.tokens_per_batch:
+            source = source.ordered(tokens_per_batch=order.tokens_per_batch, similar_lengths=order.similar_lengths)
         return source.ordered(seed=order.seed) if order.shuffle_rows else source
 
     def of_parts(self, order: Sequence[int], read: Sequence[int]) -> StreamReader:
@@ -328,6 +357,26 @@ class StreamReader:
         for batch, _ in cut_groups(pieces, order.window, first=first, every=count, offset=index):
             yield canonical(batch)
 
+    def _cut_events(self, epoch: int, first: int) -> Iterator[Batch]:
+        """Yields batches by events of this shard, from number `first` on; see `persia.data.event_budget`."""
+        order = self.order
+        budget = Budget(order.tokens_per_batch, order.batch_size)
+        index, count = order.shard
+        pieces = self._measured(self._shuffled(epoch, 0, 0) if order.shuffle_rows else self.source.chunks(0))
+        if order.similar_lengths:
+            batches = cut_similar(pieces, budget, (order.seed, epoch), first=first, every=count, offset=index)
+        else:
+            batches = cut_events(pieces, budget, first=first, every=count, offset=index)
+        return map(canonical, batches)
+
+    def _measured(self, chunks: Iterator[Batch] | Iterator[_Permuted]) -> Iterator[MeasuredRows]:
+        lengths = sequence_lengths(self.schema, self.order.tokens_per_batch)
+        for rows in chunks:
+            if isinstance(rows, _Permuted):
+                yield MeasuredRows(rows, event_counts(rows.rows, lengths)[rows.order])
+            elif len(rows):
+                yield MeasuredRows(rows, event_counts(rows, lengths))
+
     def _shuffled_groups(self, epoch: int, begin: int) -> Iterator[Groups]:
         """Yields rows from `begin` or earlier on, with groups permuted within blocks of whole groups.
 
@@ -347,14 +396,17 @@ class _Permuted:
     """Rows in another order. Only requested rows are moved."""
 
     def __init__(self, rows: Batch, order: Int64Array) -> None:
-        self._rows = rows
-        self._order = order
+        self.rows = rows
+        self.order = order
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
     def slice(self, start: int, stop: int) -> Batch:
-        return self._rows.take(self._order[start:stop])
+        return self.rows.take(self.order[start:stop])
+
+    def take(self, rows: Int64Array) -> Batch:
+        return self.rows.take(self.order[rows])
 
 
 def share_of(share: tuple[int, int], index: int, count: int) -> tuple[int, int]:

@@ -41,6 +41,8 @@ class UnsplitRowOptions(TypedDict, total=False):
     drop_last: bool
     shard: tuple[int, int]
     group_rows: int
+    tokens_per_batch: int
+    similar_lengths: bool
     require_labels: bool
 
 
@@ -61,6 +63,13 @@ class RowOptions(UnsplitRowOptions, total=False):
             `Schema.group` are in one batch, and shuffling moves them together. Batches then vary in size: they have
             about `batch_size - group_rows + 1` rows, and at most `batch_size`. A longer group is an error. 0, the
             default, cuts groups where a batch is full.
+        tokens_per_batch: maximum number of events of a batch: the ids of the longest un-pooled feature of each sample,
+            at most its `max_length`, summed over its samples. A batch ends where the next row would exceed it, or
+            after `batch_size` rows. A budget below a `max_length` is an error, so no sample exceeds it. Resuming reads
+            all rows from the beginning, as the lengths of all rows decide where a batch begins. 0, the default, cuts
+            by `batch_size` only.
+        similar_lengths: whether the batches of `tokens_per_batch` have samples with about equally many events: the rows
+            of each block of `shuffle_rows` are sorted, cut, and the block's batches permuted; False by default.
         require_labels: True by default. If False, a source without the label columns gives `labels` of shape
             `[batch, 0]`.
     """
@@ -149,7 +158,8 @@ def order_of(batch_size: int, **options: Unpack[ReaderOptions]) -> Order:
     Raises:
         ConfigError: an option is invalid.
     """
-    return Order(batch_size, **_selected(options, "shuffle_rows", "seed", "drop_last", "shard", "group_rows"))
+    names = [each.name for each in dataclasses.fields(Order) if each.name != "batch_size"]
+    return Order(batch_size, **_selected(options, *names))
 
 
 def conversion_of(schema: Schema, rules: InputRules = NO_RULES, **options: Unpack[ReaderOptions]) -> Conversion:
