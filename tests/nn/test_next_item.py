@@ -11,6 +11,7 @@ from persia.errors import ConfigError
 from persia.modes import Sync
 from persia.nn.item_catalogue import TowerFeatures, item_features, user_features
 from persia.nn.models import NextItem
+from persia.nn.models.event_layout import layout_of
 from persia.nn.pooling import SequenceEmbedding
 from persia.nn.ranking import RankingModel
 from persia.nn.targets import Targets
@@ -47,6 +48,12 @@ def inputs(schema, rows=7):
                 values[3, 1] = embeddings[of_events].values[4, 2].detach()
             embeddings[name] = SequenceEmbedding(values.requires_grad_(), mask)
     return dense, embeddings
+
+
+def states_of(model, dense, values, mask):
+    """States `[batch, length, width]` of the events."""
+    layout = layout_of(mask)
+    return layout.unflat(model._states(dense, layout.flat(values), layout))
 
 
 def unit(x, cosine):
@@ -125,7 +132,7 @@ def test_losses_are_those_of_loops_over_predictions(backbone, options):
     dense, embeddings = inputs(schema)
     dense[:, NEW] = torch.tensor([1.0, 0.0, 1.0, 2.0, 3.0, 9.0, 2.0])
     values, mask = model.input.past(embeddings)
-    states = model._states(dense, values, mask).detach().double().numpy()
+    states = states_of(model, dense, values, mask).detach().double().numpy()
     expected = expected_losses(model, dense, embeddings, states, options.get("newest_first", False))
     output = model(dense, embeddings)
     np.testing.assert_allclose(output.extra.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
@@ -149,12 +156,12 @@ def test_padding_and_later_events_change_no_state(backbone):
     schema = schema_with(negatives=False)
     model = NextItem(schema, backbone=backbone, history=PAIRS).eval()
     values, mask = torch.randn(1, LENGTH, 6), torch.ones(1, LENGTH, dtype=torch.bool)
-    whole = model._states(torch.zeros(1, schema.dense_width), values, mask)
+    whole = states_of(model, torch.zeros(1, schema.dense_width), values, mask)
     if backbone == "sasrec":  # Its positions are counted from the newest event.
         model.backbone.positions.data.zero_()
-        whole = model._states(torch.zeros(1, schema.dense_width), values, mask)
+        whole = states_of(model, torch.zeros(1, schema.dense_width), values, mask)
     few = mask & (torch.arange(LENGTH) < 3)
-    states = model._states(torch.zeros(1, schema.dense_width), values * few.unsqueeze(2), few)
+    states = states_of(model, torch.zeros(1, schema.dense_width), values * few.unsqueeze(2), few)
     torch.testing.assert_close(states[:, :3], whole[:, :3])
 
 
@@ -256,8 +263,8 @@ class Constant(torch.nn.Module):
         super().__init__()
         self.state = torch.nn.Parameter(state)
 
-    def forward(self, values, mask):
-        return self.state.expand(*mask.shape, -1)
+    def states(self, events, layout):
+        return self.state.expand(len(events), -1)
 
 
 @pytest.mark.parametrize("corrected", [True, False])

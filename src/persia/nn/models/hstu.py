@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import SchemaLoss
+from persia.nn.models.event_layout import EventLayout, layout_of
 from persia.nn.models.history import Events, HistoryInput, NegativeEvents, check_heads, last_of, next_item_loss
 from persia.nn.models.layers import feature_names, mlp, output_count
 from persia.nn.output import ModelOutput
@@ -224,7 +225,18 @@ class HSTUEncoder(nn.Module):
 
     def forward(self, values: Tensor, mask: Tensor, ages: Tensor | None) -> Tensor:
         """Returns normalised states `[batch, length, width]` at the events; see `past`."""
-        return self.past(values, mask, ages).states
+        layout = layout_of(mask)
+        return layout.unflat(self.states(layout.flat(values), layout, None if ages is None else layout.flat(ages)))
+
+    def states(self, events: Tensor, layout: EventLayout, ages: Tensor | None) -> Tensor:
+        """Returns normalised states `[places, width]` at the events of a layout.
+
+        Args:
+            events: `[places, width]`, in time order.
+            layout: where they are.
+            ages: time from each event to the sample, float32 `[places]`, 0 at padding; given if `timed`.
+        """
+        return self._passed(events, layout, ages)[0]
 
     def past(self, values: Tensor, mask: Tensor, ages: Tensor | None) -> _Past:
         """Passes events through the layers. No candidate changes them.
@@ -234,15 +246,28 @@ class HSTUEncoder(nn.Module):
             mask: bool `[batch, length]`: where there is an event.
             ages: time from each event to the sample, float32 `[batch, length]`; given if `timed`.
         """
-        x = values * math.sqrt(self.width) + self.positions[: values.shape[1]]
-        # An event attends by the time of the one after it; after the newest one comes the sample, of age 0.
-        buckets = None if ages is None else _bucket(ages.unsqueeze(1) - F.pad(ages[:, 1:], (0, 1)).unsqueeze(2))
+        layout = EventLayout.padded(mask)
+        flat, attended = self._passed(layout.flat(values), layout, None if ages is None else layout.flat(ages))
+        states = layout.unflat(flat)
+        own = None if ages is None else _bucket(ages)
+        return _Past([of_layer[0] for of_layer in attended], mask, own, states, last_of(states, mask))
+
+    def _passed(
+        self, events: Tensor, layout: EventLayout, ages: Tensor | None
+    ) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]]]:
+        """Returns normalised states, and each layer's keys and values of each group; see `_Past`."""
+        of_groups = layout.grouped(events)
+        x = layout.joined([e * math.sqrt(self.width) + self.positions[: e.shape[1]] for e in of_groups])
+        buckets: list[Tensor | None] = [None] * len(of_groups)
+        if ages is not None:
+            # An event attends by the time of the one after it; after the newest one comes the sample, of age 0.
+            groups = layout.grouped(ages)
+            buckets = [_bucket(own.unsqueeze(1) - F.pad(own[:, 1:], (0, 1)).unsqueeze(2)) for own in groups]
         attended = []
         for layer in self.layers:
-            x, keys, parts = layer(x, buckets)
-            attended.append((keys, parts))
-        states = self.norm(x)
-        return _Past(attended, mask, None if ages is None else _bucket(ages), states, last_of(states, mask))
+            x, of_layer = layer(x, layout, buckets)
+            attended.append(of_layer)
+        return self.norm(x), attended
 
     def candidates(self, candidates: Tensor, past: _Past) -> Tensor:
         """Returns the last layer's outputs for candidates `[batch, number, width]` that follow histories, the same."""
@@ -308,22 +333,34 @@ class _Layer(nn.Module):
         self.attended = nn.LayerNorm(width, eps=1e-6)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, buckets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns outputs of events `[batch, length, width]`, and keys and values of all heads.
+    def forward(
+        self, x: Tensor, layout: EventLayout, buckets: Sequence[Tensor | None]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Returns outputs of events `[places, width]`, and keys and values of all heads of each group.
 
         Args:
-            x: `[batch, length, width]`.
-            buckets: of times from events (last axis) to those that attend, int64 `[batch, length, length]`, or None.
+            x: `[places, width]`.
+            layout: of the places.
+            buckets: by group, of times from events (last axis) to those that attend, int64 `[samples, length, length]`;
+                or None.
         """
-        gate, value, query, key = self._projected(x)
-        position = torch.arange(x.shape[1], device=x.device)
+        gate, rest = F.silu(self.inputs(self.norm(x))).tensor_split([x.shape[1]], 1)
+        attended, of_groups = [], []
+        for group, own in zip(layout.grouped(rest), buckets, strict=True):
+            value, query, key = self._of_heads(group.chunk(3, 2))
+            attended.append(self._attended(query, key, value, own).transpose(1, 2).flatten(2))
+            of_groups.append((key, value))
+        return self._output(x, layout.joined(attended), gate), of_groups
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, buckets: Tensor | None) -> Tensor:
+        """Returns what events attend to, float32 `[samples, heads, length, width / heads]`."""
+        position = torch.arange(query.shape[2], device=query.device)
         distance = position.unsqueeze(1) - position
         bias = self.bias[distance.clamp(min=0)]
         if self.times is not None:
             bias = (bias + self.times[buckets]).unsqueeze(1)
         weights = F.silu(query @ key.transpose(2, 3) + bias.to(query.dtype)) * (distance >= 0)
-        attended = (weights @ value).float() / (position + 1).unsqueeze(1)
-        return self._output(x, attended, gate), key, value
+        return (weights @ value).float() / (position + 1).unsqueeze(1)
 
     def candidates(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor, buckets: Tensor | None) -> Tensor:
         """Returns outputs of candidates, each of which attends to the history and to itself.
@@ -344,16 +381,20 @@ class _Layer(nn.Module):
         weights = F.silu(query @ keys.transpose(2, 3) + bias.to(query.dtype)) * mask[:, None, None]
         own = F.silu((query * key).sum(3, keepdim=True) + own_bias.to(query.dtype))
         attended = (weights @ values + own * value).float() / (lengths + 1)
-        return self._output(x, attended, gate)
+        return self._output(x, attended.transpose(1, 2).flatten(2), gate)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the gate, `[batch, length, width]`, and values, queries and keys of each head."""
         gate, *parts = F.silu(self.inputs(self.norm(x))).chunk(4, 2)
-        value, query, key = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        value, query, key = self._of_heads(parts)
         return gate, value, query, key
 
+    def _of_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Returns `[batch, heads, length, width / heads]` of each part `[batch, length, width]`."""
+        return [part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts]
+
     def _output(self, x: Tensor, attended: Tensor, gate: Tensor) -> Tensor:
-        result: Tensor = x + self.output(self.attended(attended.transpose(1, 2).flatten(2)) * gate)
+        result: Tensor = x + self.output(self.attended(attended) * gate)
         return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from persia.checks import check_choice, check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import weighted_mean
-from persia.nn.models.history import HistoryInput, check_negatives, last_of
+from persia.nn.models.event_layout import EventLayout, layout_of, present_places
+from persia.nn.models.history import HistoryInput, check_negatives
 from persia.nn.models.hstu import HSTUEncoder, ages_of
 from persia.nn.models.layers import feature_names, same_rows
 from persia.nn.models.sasrec import SelfAttentionEncoder
@@ -48,6 +49,9 @@ class NextItem(nn.Module):
 
     Logits are scores of the sample's item after its whole history, 0 without one. They rank items; they are no
     log-odds.
+
+    On a CPU, samples of similar length are groups that are padded to their longest; with "gru", a batch is one group.
+    On other devices, and in a compiled or exported network, all are padded to `max_length`.
 
     Args:
         schema: the input, with one binary label: 1 for what the user chose; 0 for rows that only give negatives.
@@ -154,7 +158,7 @@ class NextItem(nn.Module):
         self.register_buffer("user_columns", torch.tensor(read, dtype=torch.int64), persistent=False)
         self.register_buffer("item_columns", torch.empty(0, dtype=torch.int64), persistent=False)
         width = self.input.dim
-        self.backbone: nn.Module
+        self.backbone: SelfAttentionEncoder | HSTUEncoder | _GRUEncoder
         heads, dropout = 1 if heads is None else heads, 0.0 if dropout is None else dropout
         if backbone == "sasrec":
             self.backbone = SelfAttentionEncoder(width, length, layers, heads, dropout)
@@ -203,8 +207,8 @@ class NextItem(nn.Module):
 
     def users(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns the users' vectors, float32 `[batch, dim]`: queries of a nearest-neighbour search by dot product."""
-        values, mask = self.input.past(embeddings)
-        return last_of(self._vectors(self._states(dense, values, mask)), mask)
+        events, layout = self._events(embeddings)
+        return self._vectors(layout.last(self._states(dense, events, layout)))
 
     def items(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns the items' vectors, float32 `[batch, dim]`: what an index of items holds."""
@@ -225,14 +229,19 @@ class NextItem(nn.Module):
             dense: dense features, `[batch, n]`.
             embeddings: of the ID-type features.
         """
-        values, mask = self.input.past(embeddings)
-        states, item = self._states(dense, values, mask), self.input.candidate(embeddings)
+        events, layout = self._events(embeddings)
+        states, item = self._states(dense, events, layout), self.input.candidate(embeddings)
         with torch.autocast(states.device.type, enabled=False):  # A temperature would magnify the rounding.
-            states = self._vectors(states)
-            logits = self._scores(last_of(states, mask), self._vectors(item))
+            newest = self._vectors(layout.last(states))
+            logits = self._scores(newest, self._vectors(item))
             if not self.training:
                 return logits.unsqueeze(1)
-            return ModelOutput(logits.unsqueeze(1), self._losses(dense, embeddings, states, values, mask, item))
+            negatives = self._negatives(dense, embeddings, item)
+            if self.targets == "newest":
+                losses = self._losses_of_newest(dense, newest, layout, item, negatives)
+            else:
+                losses = self._losses(dense, self._vectors(states), events, layout, item, negatives)
+            return ModelOutput(logits.unsqueeze(1), losses)
 
     def loss(self, logits: Tensor, targets: Targets | Tensor, extra: Tensor) -> Tensor:
         """Returns the mean loss over samples.
@@ -245,14 +254,22 @@ class NextItem(nn.Module):
         targets = targets if isinstance(targets, Targets) else Targets(targets)
         return weighted_mean(targets.labels.squeeze(1) * extra, targets.weights_of(0))
 
-    def _states(self, dense: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Returns the backbone's states, `[batch, length, width]`."""
-        if not isinstance(self.backbone, HSTUEncoder):
-            states: Tensor = self.backbone(values, mask)
-            return states
-        ages = None if self._ages is None else self.input.in_time_order(dense[:, self._ages], mask).float() * mask
-        states = self.backbone(values, mask, ages)
-        return states
+    def _events(self, embeddings: Embeddings) -> tuple[Tensor, EventLayout]:
+        """Returns the events of the history, `[places, width]`, and where they are."""
+        values, mask = self.input.past(embeddings)
+        layout = layout_of(mask, one_group=isinstance(self.backbone, _GRUEncoder))
+        return layout.flat(values), layout
+
+    def _states(self, dense: Tensor, events: Tensor, layout: EventLayout) -> Tensor:
+        """Returns the backbone's states, `[places, width]`."""
+        if isinstance(self.backbone, HSTUEncoder):
+            ages = None if self._ages is None else self._of_events(dense, self._ages, layout).float()
+            return self.backbone.states(events, layout, ages)
+        return self.backbone.states(events, layout)
+
+    def _of_events(self, dense: Tensor, columns: slice, layout: EventLayout) -> Tensor:
+        """Returns a dense feature with a number for each event, `[places]`; 0 at padding."""
+        return layout.flat(self.input.in_time_order(dense[:, columns], layout.mask) * layout.mask)
 
     def _vectors(self, rows: Tensor) -> Tensor:
         """Returns what scores are dot products of, in float32."""
@@ -262,63 +279,98 @@ class NextItem(nn.Module):
         return (states * items).sum(-1) / (self.temperature or 1.0)
 
     def _losses(
-        self, dense: Tensor, embeddings: Embeddings, states: Tensor, values: Tensor, mask: Tensor, item: Tensor
+        self,
+        dense: Tensor,
+        states: Tensor,
+        events: Tensor,
+        layout: EventLayout,
+        item: Tensor,
+        negatives: _Negatives,
     ) -> Tensor:
         """Returns the loss of each sample, the mean over its predictions, float32 `[batch]`; 0 without a history."""
-        length = mask.shape[1]
-        newest = mask.sum(1, keepdim=True) - 1 == torch.arange(length, device=mask.device)
-        if self.targets == "newest":
-            states, follows = last_of(states, mask).unsqueeze(1), item.unsqueeze(1)
-            predicted = mask[:, :1]
-        else:
-            follows = torch.where(newest.unsqueeze(2), item.unsqueeze(1), F.pad(values[:, 1:], (0, 0, 0, 1)))
-            predicted = mask
-            if self._new_events is not None:  # The state at the newest event predicts the first of them, the item.
-                newness = mask.sum(1, keepdim=True) - torch.arange(length, device=mask.device)
-                predicted = predicted & (newness <= dense[:, self._new_events].clamp(min=1))
-        others, present = self._negatives(embeddings, item)
-        positive = self._scores(states, self._vectors(follows))
-        scores = states @ self._vectors(others).T / (self.temperature or 1.0)
-        counts = present & ~same_rows(follows.detach(), others.detach())
-        if self.negatives is None:  # What the user chose later is no negative of what the user chose before.
-            counts = counts & ~torch.eye(len(item), dtype=torch.bool, device=item.device).unsqueeze(1)
+        left = layout.left
+        predicted = left > 0
+        if self._new_events is not None:  # The state at the newest event predicts the first of them, the item.
+            newest = dense[:, self._new_events].squeeze(1).clamp(min=1)
+            predicted = predicted & (left <= layout.of_samples(newest))
+        log_q = None
         if self._log_q:
-            of_targets, of_others = self._corrections(dense, mask, newest)
-            positive, scores = positive - of_targets, scores - of_others
-        losses = self._of_scores(positive, scores, counts)
-        return (losses * predicted).sum(1) / predicted.sum(1).clamp(min=1)
+            of_item = dense[:, self._log_q["log_q"]].squeeze(1)
+            log_q = layout.following(self._of_events(dense, self._log_q["history_log_q"], layout), of_item)
+        follows, sample = layout.following(events, item), torch.arange(item.shape[0], device=item.device)
+        losses = self._of_predictions(states, follows, log_q, layout.of_samples(sample), negatives)
+        total, count = (
+            layout.per_sample([group.sum(1) for group in layout.grouped(each)])
+            for each in (losses * predicted, predicted)
+        )
+        return total / count.clamp(min=1)
 
-    def _of_scores(self, positive: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
-        """Returns losses `[batch, length]` of scores, the same, and of negatives', `[batch, length, n]`."""
+    def _losses_of_newest(
+        self, dense: Tensor, newest: Tensor, layout: EventLayout, item: Tensor, negatives: _Negatives
+    ) -> Tensor:
+        """Returns the loss of each sample, of its newest event's state, float32 `[batch]`; 0 without a history."""
+        log_q = dense[:, self._log_q["log_q"]].squeeze(1) if self._log_q else None
+        sample = torch.arange(item.shape[0], device=item.device)
+        return self._of_predictions(newest, item, log_q, sample, negatives) * (layout.lengths > 0)
+
+    def _of_predictions(
+        self, states: Tensor, follows: Tensor, log_q: Tensor | None, sample: Tensor, negatives: _Negatives
+    ) -> Tensor:
+        """Returns the loss of each prediction, float32 `[n]`.
+
+        Args:
+            states: that predict, `[n, width]`.
+            follows: what they predict, the same.
+            log_q: of these, `[n]`, if scores are corrected.
+            sample: number of the sample of each, int64 `[n]`.
+            negatives: of the batch.
+        """
+        positive = self._scores(states, self._vectors(follows))
+        scores = states @ self._vectors(negatives.values).T / (self.temperature or 1.0)
+        counts = negatives.present & ~same_rows(follows.detach(), negatives.values.detach())
+        if self.negatives is None:  # What the user chose later is no negative of what the user chose before.
+            counts = counts & (sample.unsqueeze(1) != torch.arange(negatives.values.shape[0], device=sample.device))
+        if log_q is not None:
+            positive, scores = positive - log_q, scores - negatives.log_q
         if self.kind == "sampled_softmax":
             scores = scores.masked_fill(~counts, torch.finfo(scores.dtype).min)
-            return torch.logsumexp(torch.cat([positive.unsqueeze(2), scores], 2), 2) - positive
-        number, beta = counts.sum(2), 1.0 if self.item_count is None else self._beta(counts)
-        losses: Tensor = (beta * F.softplus(-positive) + (F.softplus(scores) * counts).sum(2)) / (number + 1)
+            return torch.logsumexp(torch.cat([positive.unsqueeze(1), scores], 1), 1) - positive
+        number, beta = counts.sum(1), 1.0 if self.item_count is None else self._beta(counts)
+        losses: Tensor = (beta * F.softplus(-positive) + (F.softplus(scores) * counts).sum(1)) / (number + 1)
         return losses
 
     def _beta(self, counts: Tensor) -> Tensor:
         assert self.item_count is not None
-        rate: Tensor = (counts.sum(2) / (self.item_count - 1)).clamp(max=1)
+        rate: Tensor = (counts.sum(1) / (self.item_count - 1)).clamp(max=1)
         beta: Tensor = rate * self.calibration + 1 - self.calibration
         return beta
 
-    def _negatives(self, embeddings: Embeddings, item: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns negatives `[n, width]` of the batch, and where there is one, bool `[n]`."""
+    def _negatives(self, dense: Tensor, embeddings: Embeddings, item: Tensor) -> _Negatives:
+        """Returns the negatives of the batch."""
+        log_q = dense.new_zeros(())
         if self.negatives is None:
-            return item, torch.ones(len(item), dtype=torch.bool, device=item.device)
+            if self._log_q:
+                log_q = dense[:, self._log_q["log_q"]].squeeze(1)
+            return _Negatives(item, torch.ones(len(item), dtype=torch.bool, device=item.device), log_q)
         values, mask = self.input.aligned(embeddings, self.negatives, in_time_order=False)
-        return values.flatten(0, 1), mask.flatten()
+        place = present_places(mask)  # Most samples may have fewer negatives than they have places.
+        if self._log_q:
+            log_q = dense[:, self._log_q["negatives_log_q"]].flatten()[place]
+        return _Negatives(values.flatten(0, 1)[place], mask.flatten()[place], log_q)
 
-    def _corrections(self, dense: Tensor, mask: Tensor, newest: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns log(q) of what is predicted, `[batch, length]` or `[batch, 1]`, and of negatives, `[n]`."""
-        of_item = dense[:, self._log_q["log_q"]]
-        of_others = of_item if self.negatives is None else dense[:, self._log_q["negatives_log_q"]]
-        of_targets = of_item
-        if self.targets == "all":
-            of_events = self.input.in_time_order(dense[:, self._log_q["history_log_q"]], mask)
-            of_targets = torch.where(newest, of_item, F.pad(of_events[:, 1:], (0, 1)))
-        return of_targets, of_others.flatten()
+
+class _Negatives(NamedTuple):
+    """Negatives that the samples of a batch share.
+
+    Attributes:
+        values: `[n, width]`.
+        present: bool `[n]`: where there is one.
+        log_q: `[n]`, or `[]` if scores are not corrected.
+    """
+
+    values: Tensor
+    present: Tensor
+    log_q: Tensor
 
 
 class _GRUEncoder(nn.Module):
@@ -330,9 +382,10 @@ class _GRUEncoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.scale = width**0.5
 
-    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Returns states `[batch, length, width]` at the events."""
-        states: Tensor = self.norm(self.gru(values * self.scale)[0])
+    def states(self, events: Tensor, layout: EventLayout) -> Tensor:
+        """Returns states `[places, width]` at the events."""
+        groups = [self.gru(group * self.scale)[0] for group in layout.grouped(events)]
+        states: Tensor = self.norm(layout.joined(groups))
         return states
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import SchemaLoss
+from persia.nn.models.event_layout import EventLayout, layout_of
 from persia.nn.models.history import HistoryInput, NegativeEvents, check_heads, last_of, next_item_loss
 from persia.nn.models.layers import feature_names
 from persia.nn.output import ModelOutput
@@ -29,6 +30,7 @@ class SASRec(nn.Module):
     logit is the dot product of the newest state and the candidate's embedding, 0 without a history. A learned vector
     for each position, counted from the newest event as in the paper, is added to the items. Only the history and the
     candidate are read. In training, each state also predicts the item after it, the paper's loss (section 3.5).
+    Histories are padded as those of `NextItem`.
 
     Args:
         schema: the input, with one label, of a kind and loss with one logit.
@@ -146,17 +148,21 @@ class SelfAttentionEncoder(nn.Module):
 
     def forward(self, values: Tensor, mask: Tensor) -> Tensor:
         """Returns states `[batch, length, width]` at the events, which are in time order and precede the padding."""
-        x = self.dropout(values * math.sqrt(self.width) + self._positions(mask))
+        layout = layout_of(mask)
+        return layout.unflat(self.states(layout.flat(values), layout))
+
+    def states(self, events: Tensor, layout: EventLayout) -> Tensor:
+        """Returns states `[places, width]` at the events of a layout, the same."""
+        x = self.dropout(events * math.sqrt(self.width) + self._positions(layout))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, layout)
         states: Tensor = self.norm(x)
         return states
 
-    def _positions(self, mask: Tensor) -> Tensor:
-        """Returns the vectors of the events' positions, `[batch, length, dim]`; the newest event has the last one."""
-        length = len(self.positions)
-        index = torch.arange(length, device=mask.device) - mask.sum(1, keepdim=True)
-        return F.embedding(index % length, self.positions)  # Padding has some vector, which no event attends to.
+    def _positions(self, layout: EventLayout) -> Tensor:
+        """Returns the vectors of the events' positions, `[places, dim]`; the newest event has the last one."""
+        index = -layout.left % len(self.positions)
+        return F.embedding(index, self.positions)  # Padding has some vector, which no event attends to.
 
 
 class _Block(nn.Module):
@@ -174,11 +180,16 @@ class _Block(nn.Module):
         self.second = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns `[batch, length, width]` from the same."""
-        parts = self.projection(self.norms[0](x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
-        x = x + self.dropout(attended.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, layout: EventLayout) -> Tensor:
+        """Returns `[places, width]` from the same."""
+        projected = layout.grouped(self.projection(self.norms[0](x)))
+        x = x + self.dropout(layout.joined([self._attended(group) for group in projected]))
         hidden = self.dropout(torch.relu(self.first(self.norms[1](x))))
         result: Tensor = x + self.dropout(self.second(hidden))
         return result
+
+    def _attended(self, projected: Tensor) -> Tensor:
+        """Returns what events attend to, `[samples, length, width]`, from their queries, keys and values."""
+        parts = projected.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
