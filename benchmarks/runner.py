@@ -40,15 +40,14 @@ __all__ = [
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "checkpoint_parallel",
-    "rpc", "step", "step_dispatches", "compiled_step", "sync", "gpu", "reuse",
-    "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows",
-    "paper_arrival", "paper_fresh", "paper_gba",
-    "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "clients", "several_hosts", "hosts",
-    "chaos", "roles", "cluster", "driver", "recovery", "ssd", "ssd_rates", "plan", "plan_seconds",
-    "capacity", "capacity_measured", "capacity_simulated", "threads", "apmsqueeze", "apms_learning", "wheel", "zoo",
-    "seq", "seq_cold", "interop", "ui", "init", "publish", "publish_ray", "kafka", "serve_rows", "serve_predict",
-    "serve_updates", "serve_http", "online", "exactly_once", "targets", "scheduler", "protocol_model", "scaling",
-    "gba_theory", "apms_theory", "gba_comparisons",
+    "rpc", "step", "step_dispatches", "compiled_step", "sync", "gpu", "reuse", "profile_step", "globo", "quality",
+    "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows", "paper_arrival", "paper_fresh",
+    "paper_gba", "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "clients",
+    "several_hosts", "hosts", "chaos", "roles", "cluster", "driver", "recovery", "ssd", "ssd_rates", "plan",
+    "plan_seconds", "capacity", "capacity_measured", "capacity_simulated", "threads", "apmsqueeze", "apms_learning",
+    "wheel", "zoo", "seq", "seq_cold", "seq_long", "interop", "ui", "init", "publish", "publish_ray", "kafka",
+    "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once", "targets", "scheduler",
+    "protocol_model", "scaling", "gba_theory", "apms_theory", "gba_comparisons",
 )  # fmt: skip
 UNITS = (
     "ratio", "fraction", "s", "rows/s", "calls/s", "tokens/s", "rows", "steps", "bytes", "MB", "bytes/s", "AUC", "loss",

@@ -105,7 +105,8 @@ class EventLayout:
         if self._index is not None:
             zeros = flat.new_zeros(self.mask.numel(), *flat.shape[1:])
             flat = zeros.index_copy(0, self._index, flat)
-        return flat.unflatten(0, self.mask.shape)
+        padded: Tensor = flat.unflatten(0, self.mask.shape)
+        return padded
 
     def grouped(self, flat: Tensor) -> list[Tensor]:
         """Returns views of each group, `[samples, length, ...]`."""

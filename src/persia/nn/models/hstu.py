@@ -345,7 +345,7 @@ class _Layer(nn.Module):
                 or None.
         """
         gate, rest = F.silu(self.inputs(self.norm(x))).tensor_split([x.shape[1]], 1)
-        attended, of_groups = [], []
+        attended, of_groups = list[Tensor](), list[tuple[Tensor, Tensor]]()
         for group, own in zip(layout.grouped(rest), buckets, strict=True):
             value, query, key = self._of_heads(group.chunk(3, 2))
             attended.append(self._attended(query, key, value, own).transpose(1, 2).flatten(2))
