@@ -34,8 +34,8 @@ def check_rows(network, model, schema_):
     for rows in (0, 1, 2, 5, 33):
         x = inputs(schema_, rows=rows)
         expected = model(*x)
-        # A temperature divides what was rounded before.
-        torch.testing.assert_close(network(*x), expected, rtol=0, atol=1e-6 / min(1, getattr(model, "temperature", 1)))
+        scale = getattr(model, "temperature", None) or 1  # It divides what was rounded before.
+        torch.testing.assert_close(network(*x), expected, rtol=0, atol=1e-6 / min(1, scale))
 
 
 # Those with sequences, with shapes that depend on values, and with constants beside the weights.
