@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import runner
-from benchmarks.cluster import DIM, cpu_seconds, emulated
+from benchmarks.cluster import DIM, WARM_STEPS, cpu_seconds, emulated
 from benchmarks.elsewhere import tests_support
 from persia import rpc
 from persia.cluster import Ray, RayOptions
@@ -82,7 +82,7 @@ def _train(cluster: Ray, kind: str, steps: int) -> tuple[float, dict[str, float]
     mode = MODES[kind.partition("-")[0]]
     before = cluster.statistics() if cluster._roles.service is not None else {}
     loops = cluster.run(lambda: emulated(cluster, mode, steps, FEATURES, real_rows=ROWS))
-    spent = cpu_seconds(before, cluster.statistics(), len(loops) * steps)
+    spent = cpu_seconds(before, cluster.statistics(), len(loops) * (WARM_STEPS + steps))
     return max(loop.seconds for loop in loops), {
         **spent,
         "nn_worker": sum(each.cpu for each in loops) / len(loops) / steps,
