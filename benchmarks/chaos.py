@@ -62,7 +62,7 @@ def lines_of(program: str, *arguments: object) -> Iterator[dict[str, Any]]:
         env={**os.environ, "PYTHONPATH": paths},
     ) as process:
         assert process.stdout is not None
-        yield from map(json.loads, process.stdout)
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))  # Ray prints there, too.
 
 
 @runner.measures("scale.ps_lost")
