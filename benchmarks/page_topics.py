@@ -244,6 +244,23 @@ TOPICS = {
         Row("paper.gba_figure2.500_1.05.to_sync_tuned.first", "500 ids, Async to Sync with Sync's rates, next 5 %"),
         Row("paper.gba_figure2.500_1.05.to_sync_tuned.last", "at the end"),
     ),
+    "sequences": (
+        Row("seq.next_item.hr", "`NextItem`: HR@10 among all items less that of plain PyTorch"),
+        Row("seq.next_item.rate", "rows/s over plain PyTorch, whose negatives are drawn before"),
+        Row("seq.long.rate.sasrec", "histories of 1 to 1,000 events: rows/s without padding over with it"),
+        Row("seq.long.rate.hstu", "the same"),
+        Row("seq.long.memory.sasrec", "peak memory, the same"),
+        Row("seq.long.memory.hstu", "the same"),
+        Row("seq.long.full.sasrec", "rows/s of histories of 1,000 events"),
+        Row("seq.long.full.hstu", "the same"),
+        Row("seq.rank.hstu", "500 candidates for a history of 200: requests/s over 500 whole rows"),
+        Row("seq.rank.sasrec", "the same"),
+    ),
+    "clients": (
+        Row("ps.clients", "rows/s of 8 clients over a thread that calls the store"),
+        Row("ps.clients.vs_one", "8 clients over one"),
+        Row("ps.clients.pool_of_one", "the same, a pool of one thread"),
+    ),
     "targets": (
         Row("targets.regression", "RMSE over plain PyTorch's"),
         Row("targets.multiclass", "log-loss of five classes, the same"),

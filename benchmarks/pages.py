@@ -28,6 +28,7 @@ PAGES = tuple(
         "README.md",
         "docs/performance.md",
         "docs/guide/features.md",
+        "docs/guide/sequences.md",
         "docs/guide/targets.md",
         "docs/concepts/fresh-rows.md",
         "docs/modes.md",
@@ -36,6 +37,9 @@ PAGES = tuple(
         "docs/papers/gba.md",
         "docs/papers/apmsqueeze.md",
         "docs/decisions/0020-one-thread.md",
+        "docs/decisions/0035-requests-in-parallel.md",
+        "docs/decisions/0036-few-launches.md",
+        "docs/decisions/0037-compiled-training.md",
     )
 )
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -88,7 +92,7 @@ def quantity(value: float, unit: str, signed: bool = False) -> str:
     if unit == "s":
         return f"{1000 * value:.2g} ms" if value < 0.1 else f"{value:.2g} s"
     if unit == "rows/s":
-        return f"{value / 1e6:.2g} M rows/s"
+        return f"{value / 1e6:.2g} M rows/s" if value >= 1e5 else f"{value:,.3g} rows/s"
     if unit == "bytes":
         return f"{value / 2**20:.3g} MiB" if value >= 2**20 else f"{value:.3g} bytes"
     if unit == "ratio":

@@ -109,6 +109,7 @@ def test_a_measure_without_a_line_is_refused():
         (0.0173, "s", "17 ms"),
         (2.9, "s", "2.9 s"),
         (6.855e6, "rows/s", "6.9 M rows/s"),
+        (39.01, "rows/s", "39 rows/s"),
         (27.59, "bytes", "27.6 bytes"),
         (-0.00001, "AUC", "0.0000"),
         (0.013, "fraction", "1.3 %"),
