@@ -343,6 +343,7 @@ def train_through(
     folder: Path,
     log: Callable[[str], None] = lambda _: None,
     pause: float = PAUSE_SECONDS,
+    made: Counter[str] | None = None,
 ) -> dict[str, Any]:
     """Trains through faults; returns the outcome of `chaos_network_training`, and the share of the time with training.
 
@@ -352,6 +353,7 @@ def train_through(
         folder: of the run; made here.
         log: gets a line for each fault.
         pause: seconds after each fault; longer, if no samples are trained until then.
+        made: counts the faults that were made, by kind.
 
     Raises:
         AssertionError: the training has failed, or did not continue after a fault.
@@ -366,6 +368,8 @@ def train_through(
         for fault in faults:
             began = time.monotonic()
             INJECTORS[fault.kind](run, fault)
+            if made is not None:
+                made[fault.kind] += 1
             run.train(0.0)
             log(f"{fault}: trains {time.monotonic() - began - fault.seconds:.1f} s after its end")
             run.train(pause)
@@ -389,18 +393,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="persia-chaos-") as place:
         numbers = iter(range(sys.maxsize))
 
-        def outcome_of(faults: Sequence[NetworkFault]) -> dict[str, Any]:
+        def outcome_of(faults: Sequence[NetworkFault], made: Counter[str] | None = None) -> dict[str, Any]:
             try:
                 folder, log = Path(place) / str(next(numbers)), partial(print, file=sys.stderr, flush=True)
-                return train_through(faults, arguments.mode, folder, log, arguments.pause)
+                return train_through(faults, arguments.mode, folder, log, arguments.pause, made)
             except AssertionError as error:
                 return {"wrong": [str(error)], "training": 0.0}
 
         for seed in arguments.seeds:
             schedule = draw(seed, arguments.faults, arguments.scale)
-            made = dict(Counter(fault.kind for fault in schedule))
+            made: Counter[str] = Counter()
             try:
-                outcome = outcome_of(schedule)
+                outcome = outcome_of(schedule, made)
             except UnavailableError as reason:
                 sys.exit(f"This needs hosts in namespaces: {reason}")
             if outcome["wrong"]:
@@ -417,7 +421,7 @@ def main() -> None:
                 "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
                 "mode": arguments.mode,
                 "seed": seed,
-                "faults": sum(made.values()),
+                "faults": made.total(),
                 "made": made,
                 **outcome,
                 "schedule": schedule,

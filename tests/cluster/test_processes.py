@@ -80,20 +80,28 @@ def test_a_process_that_answers_is_not_dead(answers, monkeypatch):
         processes.close()
 
 
-def test_a_process_that_was_out_of_reach_joins_again(monkeypatch):
-    """As Ray cannot reach its host for a while, it counts as dead, and others are told. Then it answers, unchanged."""
+@pytest.mark.parametrize("role", ["embedding_ps", "embedding_worker"])
+def test_a_process_that_was_out_of_reach_joins_again(role, monkeypatch):
+    """As Ray cannot reach its host for a while, it counts as dead, and others are told. Then it answers, unchanged.
+
+    An embedding worker restarts, as others have batch ids of its incarnation.
+    """
     died: list[int] = []
     back: list[int] = []
     monkeypatch.setattr(on_ray, "ANSWER_SECONDS", 0.0)
     processes = Processes(lambda process, _: died.append(process.rank), lambda of: back.append(of.rank), 60.0)
     try:
-        process = processes.start(bare_host(), "embedding_ps", 0, (), num_cpus=0, max_restarts=1)
+        process = processes.start(bare_host(role), role, 0, (), num_cpus=0, max_restarts=1)
         processes.await_ready([process], 60.0)
         info = process.info
         monkeypatch.setattr(on_ray, "_error_of", lambda _: ActorUnavailableError("its host is out of reach", None))
+        process.ended = process.watching  # As noted when the connection is lost.
         processes._ended(process)
         assert (died, back, processes.failures()) == ([0], [0], [])
-        assert process.info == info._replace(incarnation=2)
+        if role == "embedding_ps":
+            assert process.info == info._replace(incarnation=2)
+        else:
+            assert process.info.pid != info.pid
     finally:
         processes.close()
 

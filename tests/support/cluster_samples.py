@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import random
 import signal
@@ -205,12 +206,13 @@ def killing(
         assert not thread.is_alive()
 
 
-def bare_host() -> type:
+def bare_host(role: str = "embedding_ps") -> type:
     """As little of a process of a role as can be. Local, so that it is pickled whole: nobody there could import it."""
 
     class Bare:
         def __init__(self) -> None:
             self.incarnation = 1
+            self.log = logging.getLogger("bare")
             print("bare 0 says hello", flush=True)
 
         def info(self) -> Any:
@@ -223,6 +225,10 @@ def bare_host() -> type:
             return ProcessInfo(os.getpid(), "here", node, logs, self.incarnation, "")
 
         def rejoin(self) -> Any:
+            if role == "embedding_worker":
+                from persia.cluster.ray.hosts import EmbeddingWorkerHost
+
+                return EmbeddingWorkerHost.rejoin(self)  # type: ignore[arg-type]
             self.incarnation += 1
             return self.info()
 

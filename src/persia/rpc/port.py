@@ -35,8 +35,10 @@ HEARTBEAT_SECONDS = 5
 DEAD_SECONDS = 15
 HANDSHAKE_SECONDS = 5
 CONNECT_SECONDS = 5.0
-"""After which a client that gets no answer connects anew, and looks the name up again. TCP alone waits 127 s, and asks
-again only after 1, 3, 7, 15, 31 and 63 s: up to a minute after a partition has ended."""
+"""Seconds without an answer after which a client connects again, and resolves the name again.
+
+TCP alone waits 127 s, and retries only after 1, 3, 7, 15, 31 and 63 s: up to a minute after a partition has ended.
+"""
 RECONNECT_SECONDS = 0.02
 RECONNECT_MAX_SECONDS = 0.5
 REDIAL_SECONDS = 0.2

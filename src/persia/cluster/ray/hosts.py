@@ -81,6 +81,7 @@ class Host:
         log_to_stderr(plan.options.log_level.upper(), layout, force=True)
         self.log = get_logger("persia.cluster")
         self.server: rpc.Server | None = None
+        self._watch = threading.Event()
         self.ready = False
         """Whether the role exists and can be observed."""
         self.process = ObservedProcess(self.role, rank, self._observe)
@@ -107,8 +108,11 @@ class Host:
         )
 
     def watch(self) -> None:
-        """Never returns. The call fails when the process ends, which notifies the driver."""
-        threading.Event().wait()
+        """Returns only if it is called again. The call fails when the process ends, which notifies the driver."""
+        own = threading.Event()
+        before, self._watch = self._watch, own
+        before.set()  # Its connection was lost. Ray runs a limited number of calls at a time.
+        own.wait()
 
     def report(self) -> None:
         """Reports the counters of this process to the coordinator."""
@@ -175,7 +179,7 @@ class Host:
         return self.coordinator
 
     def rejoin(self) -> ProcessInfo:
-        """Joins the membership again, in which this process was dead while the driver did not reach it.
+        """Joins the membership again, after the driver marked this process as dead because it was unreachable.
 
         Others continue as after a restart: this process may have missed what they did meanwhile.
         """
@@ -314,6 +318,11 @@ class EmbeddingWorkerHost(Host):
             return Readings([], [])
         metrics, latencies, _ = self.servant.observe()
         return Readings([*metrics, usable_processors(self.plan)], latencies)
+
+    def rejoin(self) -> ProcessInfo:
+        """Ends this process; Ray starts it again. Its incarnation is part of the batch ids that others have."""
+        self.log.warning("was out of reach, and restarts")
+        os._exit(1)
 
     def buffered(self) -> int:
         """Returns the number of buffered batches. The driver ends a leaving process once it has none."""
