@@ -263,6 +263,7 @@ def test_days_are_two_whole_numbers(text):
     [
         ({"trainer": {"mode_schedule": [[3, {"kind": "sync"}]]}}, "trainer.mode_schedule"),
         ({"data": CONFIG["data"] | {"options": {"shuffle_rows": 10}}}, "data.options.shuffle_rows"),
+        ({"data": CONFIG["data"] | {"options": {"tokens_per_batch": 10}}}, "data.options.tokens_per_batch"),
         ({"continual": {"modes": {"tuesday": {"kind": "sync"}}}}, "continual.modes.tuesday"),
     ],
 )

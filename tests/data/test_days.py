@@ -60,6 +60,12 @@ def test_a_day_has_its_rows_in_full_batches(lengths, batch_size, bounds, start):
         assert again.get(d, span) == span
 
 
+def test_batches_of_other_sizes_are_errors():
+    """A day would begin at another row."""
+    with pytest.raises(DataError, match="before row 3 has not 3 samples"):
+        days(reader([0, 0, 0, 0, 1, 1], 2), 3, 0, 1)
+
+
 def test_days_out_of_order_or_missing_are_errors():
     with pytest.raises(DataError, match="Row 3 is of day 0 and comes after day 1"):
         days(reader([0, 1, 1, 0], 2), 2, 0, 1)

@@ -110,6 +110,13 @@ class Recipe:
                 "data.options.shuffle_rows mixes days, but continual training needs them in order; remove the option.",
                 field="data.options.shuffle_rows",
             )
+        for name in ("tokens_per_batch", "group_rows"):
+            if config.data.options.get(name):
+                raise ConfigError(
+                    f"data.options.{name} makes batches of different sizes, but continual training finds days by the "
+                    "number of batches; remove the option.",
+                    field=f"data.options.{name}",
+                )
         if config.trainer.mode_schedule:
             raise ConfigError(
                 "trainer.mode_schedule is not supported in continual training; give modes by day, as continual.modes.",

@@ -81,8 +81,8 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on `eval_data`, or on `data` if there is none.
 
-    The checkpoint is not modified. All samples are read: `drop_last` and `shuffle_rows` are ignored, and with --data
-    `split`, too. `where` still says which rows are samples.
+    The checkpoint is not modified. All samples are read: `drop_last`, `shuffle_rows` and `similar_lengths` are ignored,
+    and with --data `split`, too. `where` still says which rows are samples.
 
         persia evaluate run.toml --checkpoint runs/a --retrieval --at 10 --at 50 --leave-out history
     """
@@ -152,8 +152,8 @@ def predict(
     They are probabilities of binary labels, or for a model without probabilities, such as `two_tower`, logits, which
     rank; values of regressions and counts; and a probability for each class of other labels.
     The file has a column per label, named by its rule if it has one, or one per class, `LABEL:CLASS`; and a row per
-    sample, in the order of the source: `drop_last` and `shuffle_rows` are ignored, and with --data `split` and `where`,
-    too. That file needs no labels.
+    sample, in the order of the source: `drop_last`, `shuffle_rows` and `similar_lengths` are ignored, and with --data
+    `split` and `where`, too. That file needs no labels.
 
         persia predict run.toml --checkpoint runs/a --data new.csv --keep user_id --output p.csv
     """

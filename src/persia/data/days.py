@@ -89,13 +89,22 @@ def days(reader: Reader, batch_size: int, first: int, last: int, *, row: int = 0
         The days from `first` to `last` that have rows, and the next day after them, in ascending order.
 
     Raises:
-        DataError: samples have no day, or the data are not sorted by day.
+        DataError: samples have no day, the data are not sorted by day, or a batch that is not the last has not
+            `batch_size` samples.
     """
     runs: dict[int, tuple[int, int]] = {}
     number = row // batch_size
     current: int | None = None
+    short = False
     for batch in reader.batches(0, number):
         at, number = number * batch_size, number + 1
+        if short:
+            raise DataError(
+                f"The batch before row {at} has not {batch_size} samples, so the place of a row is not known; read "
+                "days without tokens_per_batch and group_rows.",
+                row=at,
+            )
+        short = len(batch) != batch_size
         if batch.day is None:
             raise DataError(f"Row {at} has no day; name the column of days in the reader's option `day`.", row=at)
         edges = [0, *(np.flatnonzero(np.diff(batch.day)) + 1).tolist(), len(batch)]
