@@ -7,9 +7,9 @@ seq.globo.next_item    HR@20 of the clicked article among all articles that were
 seq.globo.two_tower    The same of two towers, whose user is the mean of the history and six features of the context.
 seq.globo.popularity   The same of the most clicked articles of the hour before.
 
-Each hour is evaluated before it is trained, on clicks at equal distances, so all three know the same: what was clicked
-before the hour. Details have the mean reciprocal rank, the days and the rate of training. Needs globo_ctr, see
-benchmarks/globo.py.
+Each hour is evaluated before it is trained, on clicks at equal distances. The models have trained all hours before it,
+popularity counts the last one. Details have the mean reciprocal rank, the days and the rate of training. It needs
+globo_ctr, see benchmarks/globo.py.
 """
 
 from __future__ import annotations
