@@ -108,7 +108,7 @@ def _files_on_ray(processes: int) -> dict[str, int]:
     return {name: number % (2 if processes > 2 else 1) for number, name in enumerate(names)}
 
 
-STARTS_PROCESSES = re.compile(r'^pytestmark = [^=]*?(mark\.processes|"ray_here")', re.MULTILINE)
+STARTS_PROCESSES = re.compile(r'^pytestmark = (\[[^\]=]*?|[^=\n]*?)(mark\.processes|"ray_here")', re.MULTILINE)
 """In a file all of whose tests start processes."""
 
 
