@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persia.types import Int64Array
 
-__all__ = ["EventLayout", "Group", "can_be_jagged", "layout_of", "present_places"]
+__all__ = ["EventLayout", "LengthGroup", "can_be_jagged", "layout_of", "present_places"]
 
 SLACK_EVENTS, SLACK_SHARE = 8, 0.1
 """Padding that a sample may have in its group: this number, or this share of the longest of the group.
@@ -20,7 +20,7 @@ Less makes more groups, each of which costs calls; more makes attention compute 
 """
 
 
-class Group(NamedTuple):
+class LengthGroup(NamedTuple):
     """Consecutive samples of a layout.
 
     Attributes:
@@ -53,7 +53,7 @@ class EventLayout:
     """
 
     def __init__(
-        self, mask: Tensor, groups: Sequence[Group], order: Tensor | None, index: Tensor | None, starts: Tensor
+        self, mask: Tensor, groups: Sequence[LengthGroup], order: Tensor | None, index: Tensor | None, starts: Tensor
     ) -> None:
         self.mask = mask
         self.lengths = mask.sum(1)
@@ -70,7 +70,7 @@ class EventLayout:
         """Returns the layout of all places, whose shape does not depend on values."""
         batch, length = mask.shape
         starts = torch.arange(batch, device=mask.device) * length
-        return cls(mask, [Group(batch, length)], None, None, starts)
+        return cls(mask, [LengthGroup(batch, length)], None, None, starts)
 
     @classmethod
     def jagged(cls, mask: Tensor, *, one_group: bool = False) -> EventLayout:
@@ -86,7 +86,7 @@ class EventLayout:
         ends = [len(lengths)] if one_group else _ends(lengths[order])
         begins = [0, *ends[:-1]]
         longest = [int(lengths[order[begin:end]].max(initial=1)) for begin, end in zip(begins, ends, strict=True)]
-        groups = [Group(end - begin, own) for begin, end, own in zip(begins, ends, longest, strict=True)]
+        groups = [LengthGroup(end - begin, own) for begin, end, own in zip(begins, ends, longest, strict=True)]
         places = np.repeat(longest, [group.samples for group in groups])  # Of each sample.
         first = np.cumsum(places) - places
         index = np.arange(places.sum()) + np.repeat(order * width - first, places)

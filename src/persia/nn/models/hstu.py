@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import SchemaLoss
-from persia.nn.models.event_layout import EventLayout, layout_of
+from persia.nn.models.event_layout import EventLayout
 from persia.nn.models.history import Events, HistoryInput, NegativeEvents, check_heads, last_of, next_item_loss
 from persia.nn.models.layers import feature_names, mlp, output_count
 from persia.nn.output import ModelOutput
@@ -222,11 +222,6 @@ class HSTUEncoder(nn.Module):
         self.positions = nn.Parameter(torch.zeros(positions, width))
         self.layers = nn.ModuleList(_Layer(width, heads, positions, timed) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-
-    def forward(self, values: Tensor, mask: Tensor, ages: Tensor | None) -> Tensor:
-        """Returns normalised states `[batch, length, width]` at the events; see `past`."""
-        layout = layout_of(mask)
-        return layout.unflat(self.states(layout.flat(values), layout, None if ages is None else layout.flat(ages)))
 
     def states(self, events: Tensor, layout: EventLayout, ages: Tensor | None) -> Tensor:
         """Returns normalised states `[places, width]` at the events of a layout.
