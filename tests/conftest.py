@@ -105,7 +105,9 @@ def _files_on_ray(processes: int) -> dict[str, int]:
     root = Path(__file__).parents[1]
     files = [file for file in (root / "tests").rglob("test_*.py") if "ray_here" in file.read_text(encoding="utf-8")]
     names = sorted(file.relative_to(root).as_posix() for file in files)
-    return {name: number % (2 if processes > 2 else 1) for number, name in enumerate(names)}
+    # On two cores the processes of two Rays compete, and take longer than those of one.
+    several = processes > 2 and len(os.sched_getaffinity(0)) > 2
+    return {name: number % (2 if several else 1) for number, name in enumerate(names)}
 
 
 STARTS_PROCESSES = re.compile(r'^pytestmark = (\[[^\]=]*?|[^=\n]*?)(mark\.processes|"ray_here")', re.MULTILINE)
@@ -123,7 +125,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Gives each process of `pytest -n` whole files, which share fixtures, and to one or two all with tests on Ray.
 
-    Two of three or more, each with a Ray of its own: the tests of one would last longer than all others.
+    Two of three or more where there are cores for them, each with a Ray of its own: the tests of one would last longer
+    than all others.
     Not `--dist loadgroup`: xdist 3.8 tells groups by names of tests, which pytest 9 does not let it change.
     """
     from xdist.scheduler import LoadScopeScheduling
