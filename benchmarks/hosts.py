@@ -69,7 +69,7 @@ def main(rounds: int, steps: int, *kinds: str) -> None:
                     found[kind]["seconds"].append(seconds)
                     found[kind]["cpu"] = cpu
         for kind, cluster in clusters.items():
-            found[kind]["hosts"] = _places(cluster)
+            found[kind]["hosts"] = tests_support("hosts_training").roles_by_host(cluster)
     finally:
         for cluster in clusters.values():
             cluster.close()
@@ -87,16 +87,6 @@ def _train(cluster: Ray, kind: str, steps: int) -> tuple[float, dict[str, float]
         **spent,
         "nn_worker": sum(each.cpu for each in loops) / len(loops) / steps,
     }
-
-
-def _places(cluster: Ray) -> dict[str, list[str]]:
-    """Returns the roles on each host, by address."""
-    assert cluster._roles.processes is not None
-    places: dict[str, list[str]] = {}
-    for process in cluster._roles.processes.all():
-        if process.info is not None:
-            places.setdefault(process.info.host, []).append(f"{process.role}-{process.rank}")
-    return places
 
 
 # --- measures ---------------------------------------------------------------------------------------------------------

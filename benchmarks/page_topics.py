@@ -245,7 +245,7 @@ TOPICS = {
         Row("paper.gba_figure2.500_1.05.to_sync_tuned.last", "at the end"),
     ),
     "sequences": (
-        Row("seq.next_item.hr", "`NextItem`: HR@10 among all items less that of plain PyTorch"),
+        Row("seq.next_item.hr", "HR@10 of `NextItem` among all items, less that of plain PyTorch"),
         Row("seq.next_item.rate", "rows/s over plain PyTorch, whose negatives are drawn before"),
         Row("seq.long.rate.sasrec", "histories of 1 to 1,000 events: rows/s without padding over with it"),
         Row("seq.long.rate.hstu", "the same"),

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -100,10 +100,10 @@ def evenly(clicks: pa.Table, count: int) -> pa.Table:
     return clicks.take(np.linspace(0, len(clicks) - 1, min(count, len(clicks))).astype(np.int64))
 
 
-def features(pooling: str | None) -> list[IdFeature]:
+def features(pooling: Literal["mean"] | None) -> list[IdFeature]:
     """Returns the article and the history."""
     length = LENGTH if pooling is None else None
-    history = IdFeature("history", table="article_id", pooling=pooling, max_length=length)  # type: ignore[arg-type]
+    history = IdFeature("history", table="article_id", pooling=pooling, max_length=length)
     return [IdFeature("article_id", dim=DIM), history]
 
 

@@ -27,6 +27,7 @@ from benchmarks.elsewhere import AS_A_PROGRAM, Elsewhere
 from persia import IdFeature, Schema, Trainer, TrainerOptions, data
 from persia.modes import Sync
 from persia.nn.models import NextItem, event_layout
+from persia.nn.models.next_item import Backbone
 from persia.optim import Adagrad
 
 LENGTH, MEAN, DIM, ITEMS, NEGATIVES = 1_000, 250, 64, 100_000, 128
@@ -36,7 +37,7 @@ SAMPLES = 32
 """Of a padded batch."""
 ROWS = {"smoke": (4, 1), "laptop": (160, 40), "full": (4_096, 1_024)}
 """Histories of all lengths, and of the longest."""
-BACKBONES = ("sasrec", "hstu")
+BACKBONES: tuple[Backbone, ...] = ("sasrec", "hstu")
 LEAST = 1.5
 """Rows/s without padding over rows/s with it."""
 SCHEMA = Schema([IdFeature("item", dim=DIM), IdFeature("history", table="item", pooling=None, max_length=LENGTH)])
@@ -61,7 +62,7 @@ def histories(rows: int, full: bool, seed: int) -> Any:
     return pa.table({"item": item, "history": pa.ListArray.from_arrays(offsets, past), "label": np.ones(rows)})
 
 
-def train(backbone: str, jagged: bool, rows: int, full: bool, seed: int) -> Outcome:
+def train(backbone: Backbone, jagged: bool, rows: int, full: bool, seed: int) -> Outcome:
     """Trains one pass, without padding or with it."""
     budget: Any = {"tokens_per_batch": SAMPLES * MEAN} if jagged else {}
     samples = data.arrow(histories(rows, full, seed), SCHEMA, 1_024 if jagged else SAMPLES, **budget)
@@ -70,7 +71,7 @@ def train(backbone: str, jagged: bool, rows: int, full: bool, seed: int) -> Outc
     catalog = data.item_catalog(samples, ["item"], history=["history"])
     reader = data.shared_negatives(samples, ["item"], NEGATIVES, catalog=catalog, per_sample=each, seed=seed)
     torch.manual_seed(seed)
-    model = NextItem(reader.schema, backbone=backbone, negatives=["negative_item"])  # type: ignore[arg-type]
+    model = NextItem(reader.schema, backbone=backbone, negatives=["negative_item"])
     trainer = Trainer(
         model,
         reader.schema,
@@ -92,7 +93,7 @@ def _peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def _register(backbone: str) -> None:
+def _register(backbone: Backbone) -> None:
     rate, memory, longest = (f"seq.long.{what}.{backbone}" for what in ("rate", "memory", "full"))
 
     @runner.measures(rate, memory, longest)

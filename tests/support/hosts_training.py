@@ -62,7 +62,7 @@ def main(folder: str, *extras: str) -> None:
         for line in sys.stdin:
             if line.strip() == "scale":
                 cluster.scale(embedding_workers=3)
-                _send(scaled=_roles_by_host(cluster))
+                _send(scaled=roles_by_host(cluster))
         trainer.stop()
         training.join()
         if results:
@@ -88,10 +88,10 @@ def _report_lookups(cluster: Ray, training: threading.Thread) -> None:
         except persia.PersiaError:  # A role has just died.
             continue
         looked_up = {name: values.get("looked_up", 0.0) for name, values in counters if "embedding_worker" in name}
-        _send(looked_up=looked_up, hosts=_roles_by_host(cluster))
+        _send(looked_up=looked_up, hosts=roles_by_host(cluster))
 
 
-def _roles_by_host(cluster: Ray) -> dict[str, list[str]]:
+def roles_by_host(cluster: Ray) -> dict[str, list[str]]:
     """Returns the roles on each host, by address."""
     assert cluster._roles.processes is not None
     hosts: dict[str, list[str]] = {}

@@ -50,7 +50,7 @@ class Budget(NamedTuple):
     """Largest size of a batch.
 
     Attributes:
-        events: number of events of all samples; at least that of any sample.
+        events: number of events of all samples together; no sample has more.
         rows: number of samples.
     """
 
@@ -179,4 +179,4 @@ def cut_similar(
 
 
 _BATCHES = 1
-"""Tells the random numbers of batches from those of rows."""
+"""Seeds the random numbers of batches apart from those of rows."""

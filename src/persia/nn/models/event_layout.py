@@ -16,7 +16,7 @@ __all__ = ["EventLayout", "LengthGroup", "can_be_jagged", "layout_of", "present_
 SLACK_EVENTS, SLACK_SHARE = 8, 0.1
 """Padding that a sample may have in its group: this number, or this share of the longest of the group.
 
-Less makes more groups, each of which costs calls; more makes attention compute what nobody reads. docs/decisions/0038.
+Less makes more groups, and each group costs calls; more makes attention compute padding. See docs/decisions/0038.
 """
 
 

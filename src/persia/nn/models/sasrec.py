@@ -30,7 +30,7 @@ class SASRec(nn.Module):
     logit is the dot product of the newest state and the candidate's embedding, 0 without a history. A learned vector
     for each position, counted from the newest event as in the paper, is added to the items. Only the history and the
     candidate are read. In training, each state also predicts the item after it, the paper's loss (section 3.5).
-    Histories are padded as those of `NextItem`.
+    Histories are padded as in `NextItem`.
 
     Args:
         schema: the input, with one label, of a kind and loss with one logit.
