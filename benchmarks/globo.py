@@ -34,9 +34,12 @@ BESIDE_ROWS = 200_000
 ROUNDS = {"smoke": 1, "laptop": 7, "full": 7}
 CANDIDATES: dict[str, Mode] = {
     "sync": Sync(),
-    **{f"hybrid_{n}": Hybrid(n, warmup=0) for n in (1, 2, 4, 8)},  # type: ignore[arg-type]
+    **{f"hybrid_{n}": Hybrid(n, warmup=0) for n in (1, 4, 8)},  # type: ignore[arg-type]
     "auto": Hybrid("auto", warmup=0),
 }
+LEAST = {"hybrid_1": -0.008, "hybrid_4": -0.008, "hybrid_8": -0.008, "auto": -0.001}
+"""AUC less Sync's, at the lower end of the interval, where rows are refreshed until their use."""
+
 MODE_SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": (0, 1, 2, 3, 4)}
 TUNING_ROWS = {"laptop": 1_500_000, "full": 1_500_000}
 START_RATE = 0.1
@@ -177,7 +180,7 @@ def modes(preset: str) -> Iterator[runner.Measure]:
             [statistics.fmean(run.per_day[tuning_days:]) for run in each],
             [statistics.fmean(run.per_day[tuning_days:]) for run in runs["sync"]],
             "AUC",
-            at_least=-0.005 if name == "auto" else None,
+            at_least=LEAST.get(name),
             details={
                 "per_day": [
                     round(statistics.fmean(day), 5) for day in zip(*(run.per_day for run in each), strict=True)
