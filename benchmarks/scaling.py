@@ -30,7 +30,7 @@ from persia.cluster import Ray, RayOptions
 from persia.services import BucketMaps
 
 ROWS = {"smoke": 20_000, "laptop": 10_000_000, "full": 10_000_000}
-ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
+ROUNDS = {"smoke": 1, "laptop": runner.MIN_ROUNDS, "full": 9}
 STEADY_SECONDS = {"smoke": 0.5, "laptop": 10.0, "full": 20.0}
 DIM, HIDDEN, BATCH, CHUNK = 16, 1024, 2048, 1_000_000
 SECONDS = 600.0
@@ -58,13 +58,19 @@ class RandomIds:
 
 
 class Sum(torch.nn.Module):
-    """The smallest network."""
+    """The smallest network.
 
-    def __init__(self) -> None:
+    Args:
+        path: as of `Timed`.
+    """
+
+    def __init__(self, path: str) -> None:
         super().__init__()
+        self.path = path
         self.bias = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, dense: torch.Tensor, embeddings: Any) -> torch.Tensor:
+        note_time(self.path)
         logits: torch.Tensor = embeddings["id"].sum(1, keepdim=True) + self.bias
         return logits
 
@@ -82,18 +88,23 @@ class Timed(torch.nn.Module):
         self.layers = torch.nn.Sequential(torch.nn.Linear(DIM, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 1))
 
     def forward(self, dense: torch.Tensor, embeddings: Any) -> torch.Tensor:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
-            with open(self.path, "ab") as file:
-                file.write(struct.pack("<d", time.monotonic()))
+        note_time(self.path)
         logits: torch.Tensor = self.layers(embeddings["id"])
         return logits
 
 
-def trainer_on(cluster: Ray, network: torch.nn.Module | None = None) -> persia.Trainer:
+def note_time(path: str) -> None:
+    """Appends the time, if this is NN worker 0."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        with open(path, "ab") as file:
+            file.write(struct.pack("<d", time.monotonic()))
+
+
+def trainer_on(cluster: Ray, network: torch.nn.Module) -> persia.Trainer:
     return persia.Trainer(
-        network or Sum(),
+        network,
         SCHEMA,
-        optimizer=lambda parameters: (torch.optim.Adam if network else torch.optim.SGD)(parameters, 0.01),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
         mode=persia.modes.Hybrid(4, warmup=0),
         cluster=cluster,
@@ -141,10 +152,12 @@ def ps_join(preset: str) -> list[runner.Measure]:
     rows, options = ROWS[preset], RayOptions(threads=1)
     seconds: list[float] = []
     pauses: list[float] = []
+    stops: list[float] = []
     rates: list[float] = []
     with folder() as path, ray_here(preset):
+        times = Path(path) / "times"
         with Ray(2, options=options) as cluster:
-            trainer = trainer_on(cluster)
+            trainer = trainer_on(cluster, Sum(str(times)))
             for first in range(0, rows, CHUNK):
                 ids = np.arange(first, min(rows, first + CHUNK), dtype=np.uint64)
                 trainer.embeddings.set_rows("id", ids, np.zeros((len(ids), DIM), np.float32))
@@ -156,28 +169,32 @@ def ps_join(preset: str) -> list[runner.Measure]:
                     before, began = pushed(cluster), time.perf_counter()
                     time.sleep(STEADY_SECONDS[preset])
                     steady = (pushed(cluster) - before) / (time.perf_counter() - began)
-                    before, began = pushed(cluster), time.perf_counter()
+                    before, began = pushed(cluster), time.monotonic()
                     cluster.scale(ps=4)
-                    taken = time.perf_counter() - began
+                    taken = time.monotonic() - began
                     seconds.append(taken)
-                    pauses.append(maps.map_state().progress.pause_seconds)
+                    pauses.append(longest_gap(times, began))
+                    stops.append(maps.map_state().progress.pause_seconds)
                     rates.append((pushed(cluster) - before) / taken / steady)
             rpc.close(maps)
             began = time.perf_counter()
             trainer.save(str(path / "saved"))
         with Ray(4, options=options) as cluster:
-            trainer = trainer_on(cluster)
+            trainer = trainer_on(cluster, Sum(str(times)))
             trainer.load(str(path / "saved"))
             with training(trainer, cluster, rows):
                 resumed = time.perf_counter() - began
     details = {"rows": rows, "dim": DIM, "rows that move": "half"}
     ratio = resumed / statistics.median(seconds)
+    pause = {"of": "the longest time between two batches while rows move", "s of the stop": statistics.median(stops)}
+    rate = {"of": "batches/s while rows move, over before"}
     of = "seconds to save, start 4 PSs, load and train, over those of scale(ps=4)"
+    resume = {"of": of, "s through a checkpoint": resumed}
     return [
         runner.quantity("scale.ps_s", seconds, "s", details=details),
-        runner.quantity("scale.ps_pause_s", pauses, "s", details=details),
-        runner.quantity("scale.ps_rate", rates, "ratio", details={"of": "batches/s while rows move, over before"}),
-        runner.Measure("scale.ps_resume", ratio, "ratio", details={"of": of, "s through a checkpoint": resumed}),
+        runner.quantity("scale.ps_pause_s", pauses, "s", at_most=1.0, details=pause),
+        runner.quantity("scale.ps_rate", rates, "ratio", at_least=0.7, details=rate),
+        runner.Measure("scale.ps_resume", ratio, "ratio", at_least=4.0, details=resume),
     ]
 
 
