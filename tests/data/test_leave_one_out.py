@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia import data
-from persia.data.files import File
 from persia.data.histories import EventColumns, HistorySource, LeaveOneOut, history_feature
-from persia.data.rows import Conversion
 from persia.errors import ConfigError, DataError
 from persia.schema import IdFeature, Schema
 
@@ -23,8 +21,7 @@ SCHEMA = Schema([IdFeature("item", dim=2), history_feature(2, "item", "number", 
 class Log:
     """Events in memory."""
 
-    files = (File("memory"),)
-    conversion = Conversion(SCHEMA)
+    path = "memory"
 
     def __init__(self, owners, times, selected):
         items = np.arange(len(owners), dtype=np.uint64)

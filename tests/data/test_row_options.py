@@ -21,7 +21,7 @@ SCHEMA = Schema([IdFeature("user", dim=2)], labels=["click"])
 ROWS = set(data.RowOptions.__annotations__)
 COLUMNS = set(data.ColumnOptions.__annotations__)
 READERS: dict[str, set[str]] = {
-    **dict.fromkeys(("parquet", "csv", "jsonl", "arrow"), ROWS | COLUMNS),
+    **dict.fromkeys(("parquet", "csv", "jsonl", "arrow", "event_log"), ROWS | COLUMNS),
     **dict.fromkeys(("growing", "kafka"), COLUMNS),
     **dict.fromkeys(
         ("criteo", "avazu", "movielens", "globo", "amazon", "diginetica", "kuairand", "mind", "taobao"), ROWS

@@ -45,6 +45,7 @@ ReaderKind: TypeAlias = Literal[
     "parquet",
     "csv",
     "jsonl",
+    "event_log",
     "criteo",
     "avazu",
     "movielens",
@@ -61,12 +62,14 @@ ReaderKind: TypeAlias = Literal[
 READERS: dict[str, Callable[..., Any]] = {kind: getattr(data, kind) for kind in get_args(ReaderKind)}
 FILES = ("parquet", "csv", "jsonl")
 """Readers of a file format. The schema names the columns."""
+WITH_SCHEMA = (*FILES, "event_log", "kafka")
 WITH_DEFAULT_PATH = tuple(
     kind for kind, make in READERS.items() if next(iter(inspect.signature(make).parameters.values())).default is None
 )
 """Readers that default to files in PERSIA_DATA."""
 TRAINING_ONLY = (
     *("split", "shuffle_rows", "drop_last", "shard", "group_rows", "similar_lengths"),
+    *("leave_one_out", "newest_only"),
     *("start", "until", "group", "dead_letters"),
 )
 """Options that select or order the training rows."""
@@ -119,7 +122,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Opens the reader.
 
         Args:
-            schema: required by "parquet", "csv", "jsonl" and "kafka"; other readers define their own.
+            schema: required by `WITH_SCHEMA`; other readers define their own.
             where: section of the configuration, for error messages.
         """
         make = READERS[self.kind]
@@ -130,7 +133,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"Missing {where}.path; give a file, directory, glob or URL, or a topic.", field=f"{where}.path"
             )
-        if self.kind in (*FILES, "kafka"):
+        if self.kind in WITH_SCHEMA:
             if schema is None:
                 raise ConfigError(f"Missing [schema] section; {where}.kind = {self.kind!r} needs one.", field="schema")
             arguments["schema"] = schema

@@ -15,6 +15,7 @@ from persia.data.datasets.mind import mind
 from persia.data.datasets.movielens import movielens
 from persia.data.datasets.taobao import taobao
 from persia.data.days import Span, days
+from persia.data.event_log import event_log
 from persia.data.files import File, expand, find
 from persia.data.from_arrow import arrow
 from persia.data.from_csv import csv
@@ -66,6 +67,7 @@ __all__ = [
     "csv",
     "days",
     "diginetica",
+    "event_log",
     "expand",
     "find",
     "globo",

@@ -20,7 +20,7 @@ from persia.schema import InputRules, Schema
 from persia.services import fingerprint_of
 from persia.types import SourceFingerprint, SourcePart
 
-__all__ = ["arrow"]
+__all__ = ["ArrowSource", "arrow", "check_source"]
 
 _CHUNK_ROWS = 65_536
 
@@ -57,6 +57,13 @@ def arrow(
             column or has invalid values, or there are no rows at all.
         ConfigError: an argument is invalid.
     """
+    check_source(source)
+    conversion = conversion_of(schema, **options)
+    return StreamReader(schema, ArrowSource(source, conversion), order_of(batch_size, **options))
+
+
+def check_source(source: Any) -> None:
+    """Raises DataError unless a source is of a known kind, and can be read repeatedly."""
     if any(cls.__name__ == "RecordBatchReader" for cls in type(source).__mro__):
         raise DataError(
             "A RecordBatchReader can be read only once; give a function that opens a new one: "
@@ -64,8 +71,6 @@ def arrow(
             "persia.data.arrow(lambda: con.cursor().sql(...), ...) for a query of DuckDB."
         )
     _opener(source)
-    conversion = conversion_of(schema, **options)
-    return StreamReader(schema, ArrowSource(source, conversion), order_of(batch_size, **options))
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,15 @@ class ArrowSource:
     def with_schema(self, schema: Schema) -> ArrowSource:
         """See `InputSource.with_schema`."""
         return ArrowSource(self.source, replace(self.conversion, schema=schema))
+
+    @property
+    def name(self) -> str:
+        """The kind of the source, for error messages."""
+        return self._file.path
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields the needed columns of all rows."""
+        return self._pieces(self._file)
 
     @property
     def _file(self) -> File:

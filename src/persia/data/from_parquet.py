@@ -85,6 +85,10 @@ class ParquetSource(FileSource):
                 rows += pq.ParquetFile(stream, pre_buffer=False).metadata.num_rows
         return rows
 
+    def pieces(self) -> Iterator[Piece]:
+        """Yields the needed columns of all files."""
+        return (piece for piece, _ in self._pieces(0))
+
     def _pieces(self, skip: int) -> Iterator[tuple[Piece, int]]:
         """Yields pieces from the row group of row `skip` on, each with the number of its rows to skip."""
         for place, file in enumerate(self.files):

@@ -16,11 +16,12 @@ from persia.data.files import File
 from persia.data.fingerprints import fingerprint_of_files
 from persia.data.rows import Conversion, Piece
 from persia.errors import DataError
-from persia.schema import IdFeature, Pooling, Schema
-from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array, SourceFingerprint
+from persia.schema import IdFeature, InputRules, Pooling, Schema, input_rules_of
+from persia.types import Floats, Ids, Int32Array, Int64Array, SourceFingerprint
 
 __all__ = [
     "EventColumns",
+    "EventFiles",
     "EventLog",
     "HistorySource",
     "LeaveOneOut",
@@ -46,6 +47,7 @@ class EventColumns(NamedTuple):
         labels: float32 `[events, labels]`.
         day: int32 `[events]`; 0 if the log has no days.
         selected: positions of the events that become samples, int64; None for all.
+        dense: non-ID-type features of the events, float32 `[events, width]`; None if they have none.
     """
 
     ids: dict[str, Ids]
@@ -53,24 +55,46 @@ class EventColumns(NamedTuple):
     labels: Floats
     day: Int32Array
     selected: Int64Array | None
+    dense: Floats | None = None
 
 
 class EventLog(Protocol):
     """A log of events; picklable."""
 
     @property
-    def files(self) -> tuple[File, ...]:
-        """The files, for error messages and the fingerprint."""
+    def path(self) -> str:
+        """The first file, or the kind of table, for error messages."""
         ...
 
-    @property
-    def conversion(self) -> Conversion:
-        """The conversion of the files' columns; its selection selects the events that become samples."""
+    def fingerprint(self) -> SourceFingerprint | None:
+        """Returns the data and the selection of samples, as one part; None if the data cannot be told."""
         ...
 
     def events(self) -> EventColumns:
         """Reads all events."""
         ...
+
+
+@dataclass(frozen=True)
+class EventFiles:
+    """Base of logs in files of one published format.
+
+    Attributes:
+        files: the files.
+        conversion: conversion of their columns; its selection selects the events that become samples.
+    """
+
+    files: tuple[File, ...]
+    conversion: Conversion
+
+    @property
+    def path(self) -> str:
+        """See `EventLog.path`."""
+        return self.files[0].path
+
+    def fingerprint(self) -> SourceFingerprint:
+        """See `EventLog.fingerprint`."""
+        return fingerprint_of_files("histories", self.files, self.conversion.selection).merged("histories")
 
 
 @dataclass(frozen=True)
@@ -81,11 +105,14 @@ class HistorySource:
 
     Attributes:
         schema: schema of the samples: features of the events, and their histories, which share one `max_length`.
-        log: the events.
+        log: the events. Their non-ID-type features are those of the schema, in its order, without `ages`.
         owner: key in `EventColumns.ids` of the user or session that owns a history.
         histories: key in `EventColumns.ids` of the ids in each history, by feature.
         min_history: events with fewer events before them appear in histories only.
         leave_one_out: which of an owner's selected events become samples; None for all.
+        newest_only: whether only the newest of these becomes a sample.
+        ages: non-ID-type feature of `max_length` numbers that gets the seconds from each event of the history to the
+            sample, 0 where there is none; the times of the log are then nanoseconds. None if there is no such feature.
     """
 
     schema: Schema
@@ -94,12 +121,23 @@ class HistorySource:
     histories: Mapping[str, str]
     min_history: int = 0
     leave_one_out: LeaveOneOut | None = None
+    newest_only: bool = False
+    ages: str | None = None
 
-    def fingerprint(self) -> SourceFingerprint:
-        """Returns files and selection, as one part: a history may have events of any file."""
-        files = fingerprint_of_files("histories", self.log.files, self.log.conversion.selection).merged("histories")
-        part = {} if self.leave_one_out is None else {"leave_one_out": self.leave_one_out}
-        return msgspec.structs.replace(files, rows=files.rows | {"min_history": str(self.min_history)} | part)
+    @property
+    def input_rules(self) -> InputRules | None:
+        """The rules of the log for its columns; None if it declares none."""
+        return input_rules_of(self.log)
+
+    def fingerprint(self) -> SourceFingerprint | None:
+        """Returns data and selection, as one part: a history may have events of any file."""
+        data = self.log.fingerprint()
+        if data is None:
+            return None
+        rows = {"min_history": str(self.min_history)}
+        rows |= {} if self.leave_one_out is None else {"leave_one_out": self.leave_one_out}
+        rows |= {"newest_only": "True"} if self.newest_only else {}
+        return msgspec.structs.replace(data, rows=data.rows | rows)
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped samples are not built, but all events are read."""
@@ -111,45 +149,85 @@ class HistorySource:
         before = np.arange(len(grouped)) - np.repeat(heads, np.diff(np.r_[heads, len(grouped)]))
         place = np.empty_like(grouped)
         place[grouped] = np.arange(len(grouped))
-        samples = np.arange(len(owners)) if events.selected is None else events.selected
-        if self.leave_one_out is not None:
-            places = place[samples]
-            samples = samples[_in_part(np.searchsorted(heads, places, "right"), places, self.leave_one_out)]
-        samples = samples[before[place[samples]] >= self.min_history]
-        if not len(samples):
-            path = self.log.files[0].path
-            raise DataError(
-                f"{path}: there are no samples: no event is selected by `where`, `split` and `leave_one_out` and has "
-                f"{self.min_history} or more before it; correct them, or give another source.",
-                path=path,
-            )
-        samples = samples[np.argsort(events.time[samples], kind="stable")][skip:]
+        samples = self._samples(events, heads, place, before)[skip:]
         length = self.schema.feature(next(iter(self.histories))).max_length
         assert length is not None
         in_order = {name: events.ids[key][grouped] for name, key in self.histories.items()}
+        times = None if self.ages is None else events.time[grouped]
         for start in range(0, len(samples), max(1, PIECE_IDS // length)):
             rows = samples[start : start + max(1, PIECE_IDS // length)]
             ends, lengths = place[rows], np.minimum(before[place[rows]], length)
             names = [feature.name for feature in self.schema.id_features if feature.name not in self.histories]
             ids = {name: IdColumn(events.ids[name][rows]) for name in names}
             ids |= {name: history_of(items, ends, lengths) for name, items in in_order.items()}
+            ages = None if times is None else _ages_of(times, ends, lengths, length)
             labels = np.ascontiguousarray(events.labels[rows])
-            yield Batch(ids, np.empty((len(rows), 0), np.float32), labels, events.day[rows])
+            yield Batch(ids, self._dense(events, rows, ages), labels, events.day[rows])
+
+    def _samples(self, events: EventColumns, heads: Int64Array, place: Int64Array, before: Int64Array) -> Int64Array:
+        """Returns the positions of the events that become samples, in the order of time.
+
+        Args:
+            events: all events.
+            heads: place of the first event of each owner, in the order of owners, then time.
+            place: place of each event in that order.
+            before: number of events of the same owner before each place.
+        """
+        samples = np.arange(len(events.time)) if events.selected is None else events.selected
+        if self.leave_one_out is not None:
+            later = _later(heads, place[samples])
+            part = {"test": later == 0, "validation": later == 1, "train": later >= 2}
+            samples = samples[part[self.leave_one_out]]
+        samples = samples[before[place[samples]] >= self.min_history]
+        if self.newest_only:
+            samples = samples[_later(heads, place[samples]) == 0]
+        if not len(samples):
+            raise DataError(
+                f"{self.log.path}: there are no samples: no event is selected by `where`, `split` and `leave_one_out` "
+                f"and has {self.min_history} or more before it; correct them, or give another source.",
+                path=self.log.path,
+            )
+        return samples[np.argsort(events.time[samples], kind="stable")]
+
+    def _dense(self, events: EventColumns, rows: Int64Array, ages: Floats | None) -> Floats:
+        """Returns the non-ID-type features of samples, float32 `[rows, Schema.dense_width]`."""
+        own = np.empty((len(rows), 0), np.float32) if events.dense is None else events.dense[rows]
+        if ages is None:
+            return own
+        place = self.schema.dense_slices[self.ages or ""]
+        return np.concatenate([own[:, : place.start], ages, own[:, place.start :]], 1)
 
 
-def _in_part(owners: Int64Array, times: Int64Array, part: LeaveOneOut) -> BoolArray:
-    """Returns which events belong to a part, bool `[events]`.
+def _later(heads: Int64Array, places: Int64Array) -> Int64Array:
+    """Returns how many of some events have the same owner and are newer, int64 `[events]`.
 
     Args:
-        owners: number of the owner of each event.
-        times: distinct numbers in the order of owners, then time.
-        part: the part.
+        heads: place of the first event of each owner, ascending.
+        places: distinct places of the events, in the order of owners, then time.
     """
-    order = np.argsort(times)
-    ends = np.searchsorted(owners[order], owners[order], "right")
+    order = np.argsort(places)
+    owners = np.searchsorted(heads, places[order], "right")
+    ends = np.searchsorted(owners, owners, "right")
     later = np.empty_like(order)
-    later[order] = ends - 1 - np.arange(len(order))  # Events of the same owner that are newer.
-    return later >= 2 if part == "train" else later == (0 if part == "test" else 1)
+    later[order] = ends - 1 - np.arange(len(order))
+    return later
+
+
+def _ages_of(times: Int64Array, ends: Int64Array, lengths: Int64Array, width: int) -> Floats:
+    """Returns the seconds from each event of histories to their ends, float32 `[rows, width]`; 0 at padding.
+
+    Args:
+        times: nanoseconds of all events, in the order of owners, then time.
+        ends: place of each sample in that order.
+        lengths: number of events of its history.
+        width: columns of the result.
+    """
+    ages = np.zeros((len(ends), width), np.float32)
+    places, offsets = _places(ends, lengths)
+    rows = np.repeat(np.arange(len(ends)), lengths)
+    columns = np.arange(len(places)) - np.repeat(offsets[:-1], lengths)
+    ages[rows, columns] = (times[ends[rows]] - times[places]) / 1e9
+    return ages
 
 
 def check_history_options(min_history: int, leave_one_out: LeaveOneOut | None) -> None:
@@ -161,10 +239,15 @@ def check_history_options(min_history: int, leave_one_out: LeaveOneOut | None) -
 
 def history_of(items: Ids, ends: Int64Array, lengths: Int64Array) -> IdColumn:
     """Returns `items[ends[i] - lengths[i] : ends[i]]` for each i, as ids of a feature."""
+    places, offsets = _places(ends, lengths)
+    return IdColumn(items[places], offsets)
+
+
+def _places(ends: Int64Array, lengths: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Returns the places `ends[i] - lengths[i]` to `ends[i] - 1` for each i, and where those of each i begin."""
     offsets = np.zeros(len(ends) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
-    index = np.arange(offsets[-1]) + np.repeat(ends - lengths - offsets[:-1], lengths)
-    return IdColumn(items[index], offsets)
+    return np.arange(offsets[-1]) + np.repeat(ends - lengths - offsets[:-1], lengths), offsets
 
 
 def history_feature(
@@ -211,7 +294,7 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
     for piece in pieces:
         for batch in plain.batches(iter([piece]), 0):
             for name, column in batch.id_features.items():
-                _check_single(name, column, piece)
+                _check_single(conversion.rename.get(name, name), column, piece)
             batches.append(batch)
         if conversion.selection is not None:
             selected_rows.append(first + conversion.selected(piece, first))
@@ -220,13 +303,15 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
     if not batches:
         none = {name: np.empty(0, np.uint64) for name in names}
         labels = np.empty((0, len(conversion.schema.label_names)), np.float32)
-        return EventColumns(none, np.empty(0, np.int64), labels, np.empty(0, np.int32), None)
+        dense = np.empty((0, conversion.schema.dense_width), np.float32)
+        return EventColumns(none, np.empty(0, np.int64), labels, np.empty(0, np.int32), None, dense)
     ids = {name: np.concatenate([batch.id_features[name].values for batch in batches]) for name in names}
     days = [np.zeros(len(batch), np.int32) if batch.day is None else batch.day for batch in batches]
     columns = min(batch.labels.shape[1] for batch in batches)  # 0 if some files lack labels, which are not required.
     labels = np.concatenate([batch.labels[:, :columns] for batch in batches])
     selected = np.concatenate(selected_rows) if conversion.selection is not None else None
-    return EventColumns(ids, ids[time].astype(np.int64), labels, np.concatenate(days), selected)
+    dense = np.concatenate([batch.dense for batch in batches])
+    return EventColumns(ids, ids[time].astype(np.int64), labels, np.concatenate(days), selected, dense)
 
 
 def _check_single(name: str, column: IdColumn, piece: Piece) -> None:

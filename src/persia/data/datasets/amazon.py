@@ -10,6 +10,7 @@ from persia.checks import check_number
 from persia.data.files import File, Paths, dataset_path, expand
 from persia.data.histories import (
     EventColumns,
+    EventFiles,
     HistorySource,
     LeaveOneOut,
     check_history_options,
@@ -19,7 +20,7 @@ from persia.data.histories import (
 from persia.data.json_lines import json_pieces
 from persia.data.reader import StreamReader
 from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
-from persia.data.rows import Conversion, Piece
+from persia.data.rows import Piece
 from persia.errors import DataError
 from persia.schema import IdFeature, Pooling, Schema
 
@@ -90,11 +91,8 @@ def amazon(
 
 
 @dataclass(frozen=True)
-class _Reviews:
+class _Reviews(EventFiles):
     """See `EventLog`."""
-
-    files: tuple[File, ...]
-    conversion: Conversion
 
     def events(self) -> EventColumns:
         return events_of((piece for file in self.files for piece in self._pieces(file)), self.conversion, "timestamp")

@@ -14,6 +14,7 @@ from persia.data.files import File, Paths, dataset_path, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.histories import (
     EventColumns,
+    EventFiles,
     HistorySource,
     LeaveOneOut,
     check_history_options,
@@ -114,11 +115,9 @@ def _purchases(views: tuple[File, ...], required: bool) -> tuple[File, ...]:
 
 
 @dataclass(frozen=True)
-class _Views:
+class _Views(EventFiles):
     """See `EventLog`."""
 
-    files: tuple[File, ...]
-    conversion: Conversion
     purchases: tuple[File, ...] | None
     """None: every view has the label 1; empty: no labels."""
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from persia.checks import check_choice
-from persia.data.files import File, Paths, dataset_path, expand
+from persia.data.files import Paths, dataset_path, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.histories import (
     EventColumns,
+    EventFiles,
     HistorySource,
     LeaveOneOut,
     check_history_options,
@@ -19,7 +20,7 @@ from persia.data.histories import (
 )
 from persia.data.reader import StreamReader
 from persia.data.row_options import RowOptions, conversion_of, order_of, with_options
-from persia.data.rows import Conversion, Piece
+from persia.data.rows import Piece
 from persia.errors import ConfigError, DataError
 from persia.schema import IdFeature, Pooling, Schema
 
@@ -108,11 +109,8 @@ def taobao(
 
 
 @dataclass(frozen=True)
-class _Behaviors:
+class _Behaviors(EventFiles):
     """See `EventLog`."""
-
-    files: tuple[File, ...]
-    conversion: Conversion
 
     def events(self) -> EventColumns:
         form = CsvFormat(layouts=(_COLUMNS,), labels=("behavior",), columns=_COLUMNS)

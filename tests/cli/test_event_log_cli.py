@@ -1,0 +1,87 @@
+"""A log of events in a configuration: the part to train, and the part to evaluate."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from support.command import persia
+
+ITEMS, USERS, EVENTS = 20, 150, 6
+
+CONFIG = """
+[data]
+kind = "event_log"
+path = "log.parquet"
+batch_size = 50
+
+[data.options]
+owner = "who"
+time = "when"
+labels = { chosen = "item is not None" }
+min_history = 1
+leave_one_out = "train"
+newest_only = true
+
+[eval_data]
+kind = "event_log"
+path = "log.parquet"
+options = { leave_one_out = "validation" }
+
+[schema]
+labels = ["chosen"]
+
+[[schema.id_features]]
+name = "item"
+dim = 8
+
+[[schema.id_features]]
+name = "history"
+table = "item"
+pooling = "none"
+max_length = 4
+
+[model]
+kind = "next_item"
+options = { backbone = "gru", layers = 1 }
+
+[optimizer]
+lr = 0.01
+
+[mode]
+kind = "sync"
+
+[train]
+epochs = 2
+
+[trainer]
+progress = false
+eval_every_epochs = 1
+keep_best = "retrieval_hr@5"
+retrieval_leave_out = ["history"]
+"""
+
+
+def test_parts_of_a_log(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = np.random.default_rng(0).integers(0, ITEMS, USERS)
+    items = (first[:, None] + np.arange(EVENTS)) % ITEMS
+    whose, when = np.repeat(np.arange(USERS), EVENTS), np.tile(np.arange(EVENTS), USERS)
+    pq.write_table(pa.table({"who": whose, "when": when, "item": items.reshape(-1)}), "log.parquet")
+    Path("run.toml").write_text(CONFIG)
+    text = persia("train", "run.toml", "--output", "out", "--json", "result.json")
+    result = json.loads(Path("result.json").read_text())
+    assert result["rows"] == 2 * USERS  # A sample per user.
+    assert result["watched"] == "retrieval_hr@5"
+    assert result["evaluation"]["retrieval"]["rows"] == USERS
+    assert f"the items of {USERS} samples, ranked among {ITEMS} items" in text
+    command = "evaluate", "run.toml", "--checkpoint", "out", "--step", "best", "--retrieval", "--at", "5"
+    persia(*command, "--leave-out", "history", "--json", "found.json")
+    assert json.loads(Path("found.json").read_text())["retrieval"]["hit_rate"]["5"] == result["best"]
+    test = "--set", "eval_data.options.leave_one_out=test"
+    assert f"the items of {USERS} samples" in persia(*command, *test, "--json", "found.json")
+    # It inherits the options that do not choose the training data, so these are all events with a history.
+    every = "--set", "eval_data.options={}"
+    assert f"the items of {USERS * (EVENTS - 1)} samples" in persia(*command, *every)
