@@ -214,6 +214,7 @@ def test_paths_lead_through_named_records():
             {"values": {"model.kind": ["ffnn", "din"]}},
             r"'model\.kind' = 'din': model.options: This model needs a history",
         ),
+        ({"values": {"optimizer.lr": [0.1]}, "metric": "retrieval_hr@5"}, "where trainer.keep_best watches it"),
         ({"values": {"data.kind": ["synthetic", "taobao"]}}, r"'data\.kind' = 'taobao': "),
         (
             {"values": {"model.kind": ["dcn_v2", "ffnn"], "model.options.cross_layers": [2, 3]}},

@@ -7,7 +7,7 @@ import pytest
 
 from persia import IdFeature, Label, Schema
 from persia.errors import ConfigError
-from persia.metrics import GroupedFigures, Metrics, MetricsResult, figure, watched_metric
+from persia.metrics import GroupedFigures, Metrics, MetricsResult, RetrievalFigures, figure, watched_metric
 from persia.schema import BPR, ListwiseSoftmax
 
 ID = [IdFeature("item", dim=4)]
@@ -52,6 +52,22 @@ def test_figures_within_groups():
     assert np.isnan(figure(found, "recall@7"))
 
 
+def test_figures_of_retrieval():
+    figures = RetrievalFigures(9, 100, 0, {5: 0.1, 10: 0.2}, {5: 0.05, 10: 0.07}, 0.06, {5: 0.3, 10: 0.4})
+    found = MetricsResult.of_retrieval(figures)
+    names = ("retrieval_hr@5", "retrieval_hr", "retrieval_ndcg@5", "retrieval_mrr")
+    assert [figure(found, name) for name in names] == [0.1, 0.2, 0.05, 0.06]
+    watched = [watched_metric(schema("click"), name) for name in names]
+    assert [each.title for each in watched] == [
+        "HR@5 of retrieval", "HR@10 of retrieval", "NDCG@5 of retrieval", "MRR of retrieval",
+    ]  # fmt: skip
+    assert all(each.retrieval and not each.grouped for each in watched)
+    assert all(np.isnan(figure(result({"click": SimpleNamespace(auc=0.7)}), name)) for name in names)
+    for name in ("retrieval_mrr@5", "click:retrieval_hr@5", "retrieval_coverage@5"):
+        with pytest.raises(ConfigError, match=r"expected one of: auc, .* retrieval_hr, retrieval_ndcg, retrieval_mrr"):
+            watched_metric(schema("click"), name)
+
+
 @pytest.mark.parametrize(
     ("name", "worse", "better"),
     [
@@ -60,6 +76,8 @@ def test_figures_within_groups():
         ("rmse", 3.0, 2.0),
         ("calibration", 1.2, 0.9),
         ("calibration", 0.7, 1.1),
+        ("retrieval_hr@20", 0.1, 0.2),
+        ("retrieval_mrr", 0.1, 0.2),
     ],
 )
 def test_which_value_is_better(name, worse, better):

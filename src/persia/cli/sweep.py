@@ -81,6 +81,13 @@ class Sweep:
             raise ConfigError(f"{output} is not empty; give another directory as --output.", field="output")
         self._close = close
         self._watched = watched_metric(run.reader().schema, config.metric, "sweep.metric")
+        watches = run.trainer.keep_best == self._watched.name and run.eval_data is not None
+        if self._watched.retrieval and (not watches or config.prune_every_steps is not None):
+            raise ConfigError(
+                f"sweep.metric = {self._watched.name!r} is measured on eval_data only, where trainer.keep_best watches "
+                "it; set both, and leave sweep.prune_every_steps out.",
+                field="sweep.metric",
+            )
         self.records: list[TrialRecord] = []
         self._fits: list[tuple[object, Schema]] = []
         """Rows to which rules of features were fitted, and the fitted schema."""

@@ -90,7 +90,10 @@ def near_path(path: str) -> str:
 
 
 def print_metrics(title: str, result: MetricsResult) -> None:
-    """Prints metrics by label, by day if the data have days, and by the values of a column."""
+    """Prints metrics by label, by day if the data have days, and by the values of a column; or of retrieval."""
+    if result.retrieval is not None:
+        print_retrieval(title, result.retrieval)
+        return
     lines: list[tuple[str, LabelFigures]] = list(result.labels.items())
     for day, figures in result.per_day.items():
         lines += [(f"{label}, day {day}", f) for label, f in figures.items()]
@@ -152,6 +155,7 @@ def metrics_record(result: MetricsResult) -> dict[str, Any]:
     names = ("auc", "auc_mean_of_days", "log_loss", "calibration", "normalized_entropy")
     labels = result.labels.values()
     by = {"by": {value: metrics_record(of) for value, of in result.by.items()}} if result.by else {}
+    retrieval = {} if result.retrieval is None else {"retrieval": dataclasses.asdict(result.retrieval)}
     return {
         "rows": result.rows,
         **{n: getattr(result, n) for n in names if any(hasattr(f, n.removesuffix("_mean_of_days")) for f in labels)},
@@ -162,6 +166,7 @@ def metrics_record(result: MetricsResult) -> dict[str, Any]:
         "buckets": {name: [bucket._asdict() for bucket in buckets] for name, buckets in result.buckets.items()},
         "grouped": {name: dataclasses.asdict(grouped) for name, grouped in result.grouped.items()},
         **by,
+        **retrieval,
     }
 
 

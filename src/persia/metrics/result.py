@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from persia.errors import ConfigError
 from persia.metrics.calibration_by_bucket import CalibrationBucket
 from persia.metrics.grouped import GroupedFigures
+from persia.metrics.retrieval import RetrievalFigures
 
 __all__ = [
     "METRICS",
@@ -134,6 +135,7 @@ class MetricsResult:
         buckets: calibration of each binary label in ten buckets of equal size, lowest predictions first.
         grouped: by label, ranking quality within groups, if an evaluation requested groups.
         by: metrics by the values of a column, most frequent first, if an evaluation requested them.
+        retrieval: metrics among all items, if these were watched; the result then has no others.
     """
 
     rows: int
@@ -146,6 +148,12 @@ class MetricsResult:
     buckets: Mapping[str, tuple[CalibrationBucket, ...]] = field(default_factory=dict)
     grouped: Mapping[str, GroupedFigures] = field(default_factory=dict)
     by: Mapping[str, MetricsResult] = field(default_factory=dict)
+    retrieval: RetrievalFigures | None = None
+
+    @classmethod
+    def of_retrieval(cls, figures: RetrievalFigures) -> MetricsResult:
+        """Returns a result that has metrics of retrieval only."""
+        return cls(figures.rows, math.nan, math.nan, math.nan, math.nan, {}, retrieval=figures)
 
     @property
     def binary(self) -> bool:
@@ -154,6 +162,8 @@ class MetricsResult:
 
     def summary(self) -> str:
         """Returns the metrics to watch, on one line: means if all labels are binary, else by label."""
+        if self.retrieval is not None:
+            return self.retrieval.summary()
         if self.binary:
             return f"AUC {self.auc:.4f}, log loss {self.log_loss:.4f}"
         aucs = {f"{name}:auc": each.auc for name, each in self.labels.items() if isinstance(each, Figures)}

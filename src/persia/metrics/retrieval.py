@@ -50,6 +50,11 @@ class RetrievalFigures:
     mrr: float
     coverage: Mapping[int, float]
 
+    def summary(self) -> str:
+        """Returns HR and NDCG by k, and MRR, on one line."""
+        by_k = [f"HR@{k} {self.hit_rate[k]:.4f}, NDCG@{k} {self.ndcg[k]:.4f}" for k in self.hit_rate]
+        return ", ".join([*by_k, f"MRR {self.mrr:.4f}"])
+
     def value(self, metric: str) -> float:
         """Returns a metric by name: "hr@K", "ndcg@K", "mrr" or "coverage@K".
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -24,8 +25,13 @@ _OF_KIND: Final[Mapping[str, Sequence[str]]] = {
 _GROUPED: Final[Mapping[str, str]] = {"gauc": "GAUC", "ndcg": "NDCG", "recall": "recall"}
 """Titles of the metrics within the groups of `Schema.group`, of which higher is better."""
 
+_RETRIEVAL: Final[Mapping[str, str]] = {"retrieval_hr": "HR", "retrieval_ndcg": "NDCG", "retrieval_mrr": "MRR"}
+"""Titles of the metrics among all items, of which higher is better."""
+
 _AT = 10
-"""k of "ndcg" and "recall" without "@k"."""
+"""k without "@k"."""
+
+_WITH_K = ("ndcg", "recall", "retrieval_hr", "retrieval_ndcg")
 
 _FORM = re.compile(r"(?:(?P<label>.+):)?(?P<metric>[a-z_0-9]+)(?:@(?P<at>[1-9][0-9]{0,3}))?", re.DOTALL)
 
@@ -34,10 +40,10 @@ class WatchedMetric(NamedTuple):
     """A metric of held-out data by name.
 
     Attributes:
-        name: as it was declared: "auc", "LABEL:auc", "ndcg@10".
+        name: as it was declared: "auc", "LABEL:auc", "ndcg@10", "retrieval_hr@10".
         label: the label; None for the mean over all labels that have the metric.
-        metric: a name in `METRICS`, "gauc", "ndcg" or "recall".
-        at: k of "ndcg" and "recall".
+        metric: a name in `METRICS`, "gauc", "ndcg", "recall", "retrieval_hr", "retrieval_ndcg" or "retrieval_mrr".
+        at: k of metrics that have one.
     """
 
     name: str
@@ -51,14 +57,24 @@ class WatchedMetric(NamedTuple):
         return self.metric in _GROUPED
 
     @property
+    def retrieval(self) -> bool:
+        """Whether it is of retrieval: each sample's item is ranked among all items, instead of scored."""
+        return self.metric in _RETRIEVAL
+
+    @property
     def title(self) -> str:
         """Its name in messages."""
-        title = _GROUPED[self.metric] if self.grouped else METRICS[self.metric].title
-        title += f"@{self.at}" if self.metric in ("ndcg", "recall") else ""
+        titles = {**_GROUPED, **_RETRIEVAL}
+        title = titles[self.metric] if self.metric in titles else METRICS[self.metric].title
+        title += f"@{self.at}" if self.metric in _WITH_K else ""
+        title += " of retrieval" if self.retrieval else ""
         return title if self.label is None else f"{title} of {self.label}"
 
     def figure(self, result: MetricsResult) -> float:
         """Returns its value; nan if the result has none."""
+        if self.retrieval:
+            name = self.metric.removeprefix("retrieval_") + (f"@{self.at}" if self.metric in _WITH_K else "")
+            return math.nan if result.retrieval is None else result.retrieval.value(name)
         labels = result.labels if self.label is None else [self.label]
         return mean(float(value) for label in labels if (value := self._of_label(result, label)) is not None)
 
@@ -73,7 +89,7 @@ class WatchedMetric(NamedTuple):
 
     def score(self, value: float) -> float:
         """Returns a number that is higher for a better value."""
-        better = 1 if self.grouped else METRICS[self.metric].better
+        better = 1 if self.grouped or self.retrieval else METRICS[self.metric].better
         return better * value if better else -abs(value - 1)
 
 
@@ -113,6 +129,8 @@ def watched_metric(
         first = schema.targets[0]
         name = next(iter(labels[first.name]), _OF_KIND[first.kind][0])
     watched = _parsed(name, field)
+    if watched.retrieval:
+        return watched
     of = labels if watched.label is None else {watched.label: labels.get(watched.label, [])}
     if not any(watched.metric in metrics for metrics in of.values()):
         known = "; ".join(f"{label} has {', '.join(metrics)}" for label, metrics in labels.items())
@@ -143,11 +161,16 @@ def metrics_of(label: Label, group: str | None) -> list[str]:
 def _parsed(name: str, field: str = "name") -> WatchedMetric:
     match = _FORM.fullmatch(name)
     metric = match["metric"] if match else None
-    ranked = metric in ("ndcg", "recall")
-    if match is None or metric not in (*METRICS, *_GROUPED) or (match["at"] is not None and not ranked):
+    known = match is not None and metric in (*METRICS, *_GROUPED, *_RETRIEVAL)
+    if (
+        match is None
+        or not known
+        or (match["at"] is not None and metric not in _WITH_K)
+        or (match["label"] is not None and metric in _RETRIEVAL)
+    ):
         raise ConfigError(
-            f"Invalid {field} = {name!r}; expected one of: {', '.join([*METRICS, *_GROUPED])}; or LABEL:METRIC for one "
-            "label, and ndcg@k or recall@k.",
+            f"Invalid {field} = {name!r}; expected one of: {', '.join([*METRICS, *_GROUPED, *_RETRIEVAL])}; or "
+            f"LABEL:METRIC for one label, but for retrieval; and @k after {', '.join(_WITH_K)}.",
             field=field,
         )
     assert metric is not None

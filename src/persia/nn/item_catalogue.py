@@ -33,6 +33,7 @@ __all__ = [
     "only",
     "towers_of",
     "user_features",
+    "with_towers",
 ]
 
 CHUNK = 4096
@@ -281,13 +282,23 @@ def towers_of(model: torch.nn.Module | Towers) -> Towers:
     Raises:
         ConfigError: it has no towers, or is in training mode.
     """
+    towers = with_towers(model)
+    if isinstance(model, torch.nn.Module) and model.training:
+        raise ConfigError("The model is in training mode; call `model.eval()` first.", field="model")
+    return towers
+
+
+def with_towers(model: torch.nn.Module | Towers) -> Towers:
+    """Returns a model, in any mode, as a network of two towers.
+
+    Raises:
+        ConfigError: it has no towers.
+    """
     if not all(hasattr(model, name) for name in ("features", "users", "items")):
         raise ConfigError(
             f"{type(model).__name__} has no towers; give a TwoTower, or a module with `features`, `users` and `items`.",
             field="model",
         )
-    if isinstance(model, torch.nn.Module) and model.training:
-        raise ConfigError("The model is in training mode; call `model.eval()` first.", field="model")
     return cast("Towers", model)
 
 

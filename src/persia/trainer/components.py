@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions
 from persia.dense.torch_threads import TorchThreads
+from persia.metrics import MetricsResult
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions, check_gpus
@@ -23,6 +25,7 @@ from persia.trainer.finite_state import FiniteState
 from persia.trainer.monitor import Monitor
 from persia.trainer.options import Declared
 from persia.trainer.phases import Phases
+from persia.trainer.retrieval_evaluation import RetrievalEvaluator, RetrievalOptions
 from persia.trainer.run_publishing import Publishing
 from persia.trainer.state import TrainingState
 
@@ -61,6 +64,25 @@ class Components(NamedTuple):
     finite: FiniteState
     trackers: list[Tracker]
     callbacks: Callbacks
+
+    @property
+    def retrieval(self) -> RetrievalEvaluator:
+        """Ranks the items of samples among all items."""
+        return RetrievalEvaluator(self.evaluator, self.network, self.embeddings, self.staging.device)
+
+    def evaluate_watched(self, data: Iterable[Batch], *, may_be_empty: bool = False) -> MetricsResult:
+        """Returns metrics on held-out data, the watched one among them. All NN workers call it.
+
+        Args:
+            data: as for `Trainer.evaluate`, or for `Trainer.evaluate_retrieval` if a metric of retrieval is watched.
+            may_be_empty: whether data without a sample are no error.
+        """
+        watched = self.declared.watched
+        if watched.retrieval:
+            options = RetrievalOptions(None, (watched.at,), self.declared.options.retrieval_leave_out)
+            return MetricsResult.of_retrieval(self.retrieval.evaluate(data, None, options, may_be_empty=may_be_empty))
+        groups = self.declared.schema.group if watched.grouped else None
+        return self.evaluator.evaluate(data, groups, (watched.at,), may_be_empty=may_be_empty)
 
 
 def assemble(

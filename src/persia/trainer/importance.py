@@ -15,7 +15,7 @@ import numpy as np
 from persia.batching.batch import Batch
 from persia.batching.items import check_data, checked_items
 from persia.batching.permuted_inputs import InputGroup, emptied, input_groups, permuted
-from persia.errors import DataError
+from persia.errors import ConfigError, DataError
 from persia.metrics import LabelFigures, LabelGroups, Metrics, MetricsResult, watched_metric
 from persia.metrics.counts import label_metrics, rows_of, terms_of
 from persia.nn.collection import EmbeddingCollection
@@ -205,6 +205,12 @@ class _ScoredRows:
         self._groups = self._groups_of(options)
         self._watched = watched_metric(schema, options.metric, "metric", options.group_by)
         self.metric = self._watched.name
+        if self._watched.retrieval:
+            raise ConfigError(
+                f"metric = {self.metric!r} ranks items of all rows, and importance scores samples; name a metric of "
+                "a label.",
+                field="metric",
+            )
         if self._watched.grouped and self._groups is None:
             raise DataError(
                 f"The rows have no groups, as {self.metric} needs; give batches with `groups`, or group_by."

@@ -72,9 +72,11 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keep_last: checkpoints kept, with those that they add to; older ones are removed.
         keep_best: keep the best checkpoint too, by this metric of `eval_data`: "auc", "log_loss", "normalized_entropy",
             "calibration" (closest to 1), "rmse", "mae", "accuracy", ...; with `Schema(group=...)` also "gauc", "ndcg@k"
-            and "recall@k"; or "LABEL:METRIC" for one label. The file `BEST` names it. Without `eval_every_steps` and
-            `eval_every_epochs`, checkpoints of an interval that is set are evaluated, and the one at the end; those of
-            "auto" are not.
+            and "recall@k"; or "LABEL:METRIC" for one label. Of models with two towers whose items have only an id, such
+            as `NextItem`, also "retrieval_hr@k", "retrieval_ndcg@k" and "retrieval_mrr", as of
+            `Trainer.evaluate_retrieval`: `eval_data` are then read as there, and not scored otherwise. The file `BEST`
+            names it. Without `eval_every_steps` and `eval_every_epochs`, checkpoints of an interval that is set are
+            evaluated, and the one at the end; those of "auto" are not.
         eval_every_steps: evaluate `eval_data` at every global step that is a multiple of this. Training does not
             change by it: in `Sync` it gives the same bits.
         eval_every_epochs: evaluate `eval_data` after every n-th pass over the data.
@@ -98,6 +100,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             rows stay as they were, and log, result and report name table and feature. "warn" trains on without these
             gradients; "raise" ends `fit` after the step with a `DivergedError`. In fp16 they are usual while the loss
             scale is found, so there is only "warn".
+        retrieval_leave_out: `leave_out` of metrics of retrieval in `keep_best`: features whose ids do not compete.
         publish: where `fit` publishes changes of rows, and the network, for those who serve them; None for nowhere.
         mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
             entry.
@@ -133,6 +136,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
     clip_embedding_norm: float | None = None
     compile: CompileMode | None = None
+    retrieval_leave_out: list[str] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -203,6 +207,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.keep_best is not None:
             check_metric_name("keep_best", self.keep_best)
+        check_kind("retrieval_leave_out", self.retrieval_leave_out, (list, tuple), "a list of features")
         for name in ("eval_every_steps", "eval_every_epochs", "patience"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1, MAX_STEPS)

@@ -33,6 +33,7 @@ from persia.nn.item_catalogue import (
     only,
     towers_of,
     user_features,
+    with_towers,
 )
 from persia.nn.row_access import RowAccess
 from persia.schema import IdFeature, Schema
@@ -40,7 +41,7 @@ from persia.trainer.evaluation import Evaluator
 from persia.trainer.sample_values import single_ids
 from persia.types import Floats, Ids, Int64Array
 
-__all__ = ["RetrievalEvaluator", "RetrievalOptions"]
+__all__ = ["RetrievalEvaluator", "RetrievalOptions", "check_retrieval", "no_chosen_items"]
 
 USERS = 1 << 16
 """Users that are ranked together. Each such group reads all items once."""
@@ -86,7 +87,12 @@ class RetrievalEvaluator:
         self._rows = RowAccess(embeddings.schema, embeddings.connection.servers)
 
     def evaluate(
-        self, data: Iterable[Batch], items: Batch | Iterable[Batch] | None, options: RetrievalOptions
+        self,
+        data: Iterable[Batch],
+        items: Batch | Iterable[Batch] | None,
+        options: RetrievalOptions,
+        *,
+        may_be_empty: bool = False,
     ) -> RetrievalFigures:
         """Returns metrics on data; see `Trainer.evaluate_retrieval`. All NN workers call it, each for its batches."""
         check_data("data", data)
@@ -113,11 +119,8 @@ class RetrievalEvaluator:
             if users:
                 self._rank(towers, competing, users, metrics)
         result = metrics.merged(self._network.replicas.gather).result()
-        if not result.rows:
-            raise DataError(
-                "The data to evaluate have no sample whose label is above 0, so there is no item to rank. Check the "
-                "path, the filter and the label of the reader; an iterator that was read before has no batch left."
-            )
+        if not result.rows and not may_be_empty:
+            raise no_chosen_items()
         return result
 
     def _items(self, towers: Towers, key: str, items: Batch | Iterable[Batch] | None) -> _Items:
@@ -184,6 +187,26 @@ class RetrievalEvaluator:
             start += len(block)
         above, equal, top = ranks.result()
         metrics.update(above.numpy(), equal.numpy(), top.numpy(), np.concatenate([part.weights for part in parts]))
+
+
+def check_retrieval(model: torch.nn.Module, schema: Schema, leave_out: Sequence[str]) -> None:
+    """Checks that a model can be evaluated among all rows of its item's table, before it is trained.
+
+    Raises:
+        ConfigError: it has no towers, its item has more than an id, or `leave_out` names no histories of items.
+    """
+    towers = with_towers(model)
+    key = key_of(towers.features[1], None)
+    check_rows_are_items(towers, schema, key)
+    _checked_names(schema, key, leave_out)
+
+
+def no_chosen_items() -> DataError:
+    """Returns the error for data to evaluate without a sample that counts."""
+    return DataError(
+        "The data to evaluate have no sample whose label is above 0, so there is no item to rank. Check the path, the "
+        "filter and the label of the reader; an iterator that was read before has no batch left."
+    )
 
 
 class _Users(NamedTuple):

@@ -18,7 +18,7 @@ from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import record_importance
 from persia.trainer.components import Components
 from persia.trainer.importance import ImportanceOptions, importance
-from persia.trainer.retrieval_evaluation import RetrievalEvaluator, RetrievalOptions
+from persia.trainer.retrieval_evaluation import RetrievalOptions
 
 __all__ = ["Scoring"]
 
@@ -101,9 +101,7 @@ class Scoring:
             DataError: a batch does not fit the schema, no sample counts, or no item has a row.
             DivergedError: a vector is not finite.
         """
-        parts = self._components
-        evaluator = RetrievalEvaluator(parts.evaluator, parts.network, parts.embeddings, parts.staging.device)
-        return evaluator.evaluate(data, items, RetrievalOptions(key, at, leave_out))
+        return self._components.retrieval.evaluate(data, items, RetrievalOptions(key, at, leave_out))
 
     def importance(
         self,

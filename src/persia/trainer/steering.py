@@ -12,6 +12,7 @@ from persia.trainer.components import Components
 from persia.trainer.evaluation import no_rows
 from persia.trainer.intervals import Bounds
 from persia.trainer.progress import FitProgress
+from persia.trainer.retrieval_evaluation import no_chosen_items
 from persia.trainer.state import same_random_state
 
 __all__ = ["Steering"]
@@ -134,14 +135,13 @@ class Steering:
         if self._eval_data is None or self._bounds.stop_requested():
             return None
         data = itertools.takewhile(lambda _: not self._should_stop(), self._eval_data)
-        groups = self._components.declared.schema.group if self._watched.grouped else None
         with same_random_state():  # Whatever draws from it, in the data or the model.
-            result = self._components.evaluator.evaluate(data, groups, (self._watched.at,), may_be_empty=True)
+            result = self._components.evaluate_watched(data, may_be_empty=True)
         if self._bounds.stop_requested():
             return None
         if not result.rows:
             if not self._options.allow_empty:
-                raise no_rows()
+                raise no_chosen_items() if self._watched.retrieval else no_rows()
             return result
         value = self._watched.figure(result)
         self._state.evaluations = self._state.evaluations.after(self._watched, value, step, counts=counts)

@@ -40,6 +40,7 @@ from persia.trainer.fit_checks import check_begin, check_eval_data, check_output
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.phases import ModeSwitch
 from persia.trainer.progress import FitResult, TrainedRows
+from persia.trainer.retrieval_evaluation import check_retrieval
 from persia.trainer.scoring import Scoring
 from persia.trainer.stored_calls import StoredCalls
 
@@ -102,8 +103,8 @@ class Trainer(Scoring):
         for name in ("checkpoint_every_steps", "checkpoint_every_seconds"):
             if getattr(options, name) not in (None, "auto") and options.checkpoint_dir is None:
                 raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
-        if options.keeps_best or options.evaluates:
-            watched_metric(schema, options.keep_best)  # Before anything is started.
+        if (options.keeps_best or options.evaluates) and watched_metric(schema, options.keep_best).retrieval:
+            check_retrieval(model, schema, options.retrieval_leave_out)  # Before anything is started.
         self._trains_in_other_processes = isinstance(cluster, ProcessCluster)
         self._components = components = assemble(model, optimizer, self.declared, cluster, self.callbacks)
         self.step = components.network
@@ -270,7 +271,7 @@ class Trainer(Scoring):
             if remote is not None and train_data is not None:
                 result = remote.fit(train_data, eval_data, bounds, lambda: self.stopping, again, restart_data)
                 if remote.repeats and eval_data is not None:
-                    return msgspec.structs.replace(result, evaluation=self.evaluate(eval_data))
+                    return msgspec.structs.replace(result, evaluation=self._components.evaluate_watched(eval_data))
                 return result
             return self.fit_here(train_data, eval_data, epochs, max_steps, again=again, restart_data=restart_data)
 
