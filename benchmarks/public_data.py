@@ -16,6 +16,8 @@ SOURCES = {
     "globo_ctr": GLOBO,
     "criteo": "Kaggle's train.txt of the Display Advertising Challenge, or Criteo's Terabyte logs day_0 to day_23.",
     "avazu": "Kaggle's train.gz of the Click-Through Rate Prediction.",
+    "ml-1m": "ml-1m.zip of GroupLens's MovieLens, with ratings.dat; its terms do not allow commercial use.",
+    "ml-20m": "ml-20m.zip of GroupLens's MovieLens, with ratings.csv; its terms do not allow commercial use.",
     "taobao_ad": "raw_sample.csv, ad_feature.csv and user_profile.csv of Tianchi's data set 56.",
 }
 """Where a data set comes from, by its directory."""

@@ -45,9 +45,9 @@ MODULES = (
     "paper_gba", "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "clients",
     "several_hosts", "hosts", "chaos", "roles", "cluster", "driver", "recovery", "ssd", "ssd_rates", "plan",
     "plan_seconds", "capacity", "capacity_measured", "capacity_simulated", "threads", "apmsqueeze", "apms_learning",
-    "wheel", "zoo", "seq", "seq_cold", "seq_long", "seq_rank", "seq_globo", "interop", "ui", "init", "publish",
-    "publish_ray", "kafka", "serve_rows", "serve_predict", "serve_updates", "serve_http", "online", "exactly_once",
-    "targets", "scheduler", "protocol_model", "scaling", "gba_theory", "apms_theory", "gba_comparisons",
+    "wheel", "zoo", "seq", "seq_cold", "seq_long", "seq_rank", "seq_globo", "seq_movielens", "interop", "ui", "init",
+    "publish", "publish_ray", "kafka", "serve_rows", "serve_predict", "serve_updates", "serve_http", "online",
+    "exactly_once", "targets", "scheduler", "protocol_model", "scaling", "gba_theory", "apms_theory", "gba_comparisons",
 )  # fmt: skip
 UNITS = (
     "ratio", "fraction", "s", "rows/s", "calls/s", "tokens/s", "rows", "steps", "bytes", "MB", "bytes/s", "AUC", "loss",
