@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from persia import data
 from persia.errors import ConfigError, DataError
-from persia.schema import DenseFeature, IdFeature, Schema
+from persia.schema import DenseFeature, IdFeature, Schema, Table
 
 SCHEMA = Schema(
     [
@@ -139,6 +139,16 @@ def test_the_owner_may_be_a_feature_and_columns_may_be_renamed():
     labelled = Schema(schema.id_features, labels=["good"])
     rule = {"labels": {"good": "item is not None"}}
     assert [labels for *_, labels in rows_of(log(events, labelled, **options, **rule))] == [[1.0]] * 3
+
+
+def test_the_dim_may_be_that_of_the_history_or_of_the_table():
+    history = IdFeature("history", dim=4, table="item", pooling=None, max_length=3)
+    for schema in (
+        Schema([IdFeature("item"), history], labels=["chosen"]),
+        Schema([IdFeature("item"), history], labels=["chosen"], tables=[Table("item", 4)]),
+    ):
+        *_, (ids, *_) = rows_of(log(table([1, 1], [1, 2]), schema, ages=None))
+        assert ids == {"item": [1], "history": [0]}
 
 
 DAYS = [datetime.datetime(2024, 5, 1, 12), datetime.datetime(2024, 5, 1), datetime.datetime(1960, 5, 1)]
