@@ -18,7 +18,7 @@ from persia.modes import Async, Bsp, Gba, HopBs, Hybrid, Sync
 from persia.nn.gate import LookupTime
 from persia.nn.options import CollectionOptions
 from persia.nn.pooling import PooledAhead
-from persia.nn.row_cache import SLOT_BYTES, RowCache, leaves_time_for_copies
+from persia.nn.row_cache import SLOT_BYTES, RowCache, RowCopies, leaves_time_for_copies
 from persia.nn.staging import CpuStaging
 from persia.nn.transfer import unpacked
 from persia.schema import AdmitMinFrequency, Table
@@ -141,6 +141,19 @@ def test_clearing_forgets_all_copies():
     assert not cache.plan(ids, LookupTime(1, 0, 5)).wanted.buffer.all()
     cache.clear()
     assert cache.plan(ids, LookupTime(1, 1, 5)).wanted.buffer.all()
+
+
+def test_only_the_copies_of_given_rows_are_forgotten():
+    cache = RowCopies({"a": (1, 64), "b": (1, 64)})
+    cache.allocate()
+    ids = Packed.of({t: np.arange(3, dtype=np.uint64) for t in "ab"}, np.uint64)
+    cache.plan(ids, LookupTime(0, 0, 0))
+    assert not cache.plan(ids, LookupTime(0, 0, 0)).wanted.buffer.any()
+    slots = ReferenceCache({"a": Table("a", 1, cache_rows=64)})
+    other = next(i for i in range(3, 1000) if slots.slot("a", i) == slots.slot("a", 1))
+    cache.forget("a", np.array([0, other, 2**63], np.uint64))
+    cache.forget("without copies", np.array([0], np.uint64))
+    assert cache.plan(ids, LookupTime(0, 0, 0)).wanted.buffer.tolist() == [True, *[False] * 5]
 
 
 def test_only_a_pass_that_uses_it_takes_memory():

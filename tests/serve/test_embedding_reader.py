@@ -30,7 +30,7 @@ SCHEMA = persia.Schema(
 class DeviceStaging(CpuStaging):
     """Has the tensors in the memory of the host, and says that they are elsewhere."""
 
-    device = torch.device("meta")
+    on_host = False
 
 
 def served(servers):

@@ -22,12 +22,15 @@ from persia.schema import Table
 from persia.telemetry.logs import get_logger
 from persia.types import Ids, Int64Array, Packed
 
-__all__ = ["CacheCounts", "CachePlan", "RowCache", "leaves_time_for_copies"]
+__all__ = ["CacheCounts", "CachePlan", "RowCache", "RowCopies", "leaves_time_for_copies"]
 
 LOG = get_logger("persia.nn")
 
 MOST_SLOTS = (1 << 31) - 2
 """Most copies of the tables of one dim: places of slots, and the spare one, are int32."""
+
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""Spreads ids over slots, as in the core."""
 
 SLOT_BYTES = 16
 """Host memory of a slot that is in use: its id and the steps that its row contains."""
@@ -161,27 +164,114 @@ class CachePlan:
         return result
 
 
-class RowCache:
-    """Copies of rows of the tables that have `cache_rows`. For the lookup thread.
+class RowCopies:
+    """Copies of rows on a device. For one thread.
 
-    Takes memory only while a pass uses it: `4 * dim` bytes per slot on the device, and `SLOT_BYTES` on the host.
+    Takes memory once `allocate` was called: `4 * dim` bytes per slot on the device, and `SLOT_BYTES` on the host.
 
     Args:
-        tables: all tables of the schema.
-        warns: whether `open` warns if no copy can serve; one of several NN workers is enough.
+        sizes: dim and number of slots, by table.
 
     Attributes:
         counts: outcome of lookups so far.
     """
 
-    def __init__(self, tables: Mapping[str, Table], *, warns: bool = True) -> None:
-        self._tables = {name: table for name, table in tables.items() if table.cache_rows}
-        self._warns = warns
-        self._warned: set[str] = set()
+    def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        self._sizes = sizes
         self._copies: dict[int, _Copies] = {}
         self._slots: dict[str, _Slots] = {}
         self._pool: batching.ThreadPool | None = None
         self.counts = CacheCounts()
+
+    def allocate(self) -> None:
+        """Makes empty slots; no-op if there are some."""
+        if self._copies:
+            return
+        for name, (dim, count) in self._sizes.items():
+            copies = self._copies.setdefault(dim, _Copies(0))
+            self._slots[name] = _Slots.empty(count, copies.capacity)
+            copies.capacity += count
+        self._pool = batching.ThreadPool(batching.default_threads())
+
+    def free(self) -> None:
+        """Frees all memory."""
+        self._copies, self._slots, self._pool = {}, {}, None
+
+    def clear(self) -> None:
+        """Discards all copies, as step numbers restart, or rows may have been set."""
+        self._slots = {name: _Slots.empty(len(slots.ids), slots.first) for name, slots in self._slots.items()}
+
+    def forget(self, table: str, ids: Ids) -> None:
+        """Discards the copies of some rows of a table.
+
+        Args:
+            table: name of any table.
+            ids: uint64 `[n]`.
+        """
+        slots = self._slots.get(table)
+        if slots is None:
+            return
+        places = (ids * FACTOR >> np.uint64(32)) % np.uint64(len(slots.ids))
+        slots.steps[places[slots.ids[places] == ids]] = 0
+
+    def plan(self, ids: Packed[np.uint64], at: LookupTime) -> CachePlan:
+        """Decides which rows of a batch to look up, and takes slots for them.
+
+        If these rows are never assembled, call `clear`: their slots do not have them.
+
+        Args:
+            ids: distinct ids of the batch, by table.
+            at: moment of the lookup.
+        """
+        wanted = Packed(ids.names, ids.counts, np.ones(len(ids.buffer), np.bool_))
+        # By dim, as `assemble` works on all tables of a dim at once, and places are in the order of tables.
+        of_dim: dict[int, dict[str, int]] = {}
+        for name, count in zip(ids.names, ids.counts, strict=True):
+            if name in self._slots:
+                of_dim.setdefault(self._sizes[name][0], {})[name] = count
+        tables: list[batching.CopiedTable] = []
+        for dim, counts in of_dim.items():
+            row = 0
+            for name, count in counts.items():
+                slots = self._slots[name]
+                tables.append(
+                    batching.CopiedTable(
+                        ids[name], slots.ids, slots.steps, wanted[name], row, slots.first, self._copies[dim].capacity
+                    )
+                )
+                row += count
+        totals = [sum(counts.values()) for counts in of_dim.values()]
+        places = np.empty(2 * sum(totals), np.int32)
+        assert self._pool is not None
+        served, oldest = batching.plan_copies(tables, at.step, at.applied, at.limit, places, self._pool)
+        by_table = iter(served)
+        counted = {
+            dim: {name: RowCounts(count, count - next(by_table)) for name, count in counts.items()}
+            for dim, counts in of_dim.items()
+        }
+        misses = [sum(count.misses for count in counts.values()) for counts in counted.values()]
+        hits = [total - missed for total, missed in zip(totals, misses, strict=True)]
+        kinds = ("hits", "hit_slots", "misses", "taken")
+        packed = Packed([f"{dim}/{kind}" for kind in kinds for dim in of_dim], [*hits, *hits, *misses, *misses], places)
+        self.counts = CacheCounts(self.counts.hits + sum(hits), self.counts.misses + sum(misses))
+        return CachePlan({dim: (self._copies[dim], counted[dim]) for dim in of_dim}, wanted, packed, oldest)
+
+
+class RowCache(RowCopies):
+    """Copies of rows in training, which serve while the mode allows. For the lookup thread.
+
+    Takes memory only while a pass uses it.
+
+    Args:
+        tables: all tables of the schema.
+        warns: whether `open` warns if no copy can serve; one of several NN workers is enough.
+    """
+
+    def __init__(self, tables: Mapping[str, Table], *, warns: bool = True) -> None:
+        self._tables = {name: table for name, table in tables.items() if table.cache_rows}
+        super().__init__({name: (table.dim, table.cache_rows) for name, table in self._tables.items()})
+        self._warns = warns
+        self._warned: set[str] = set()
 
     def open(self, mode: Mode, free: Callable[[], int], *, recording: bool = False) -> bool:
         """Prepares a pass, without copies of rows. Returns whether copies may serve in it; if not, frees all memory.
@@ -197,22 +287,14 @@ class RowCache:
         if not self._tables:
             return False
         if recording or not leaves_time_for_copies(mode):
-            self._copies, self._slots, self._pool = {}, {}, None
+            self.free()
             self._warn(mode, recording)
             return False
         if not self._copies:
             self._check(free())
-            for name, table in self._tables.items():
-                copies = self._copies.setdefault(table.dim, _Copies(0))
-                self._slots[name] = _Slots.empty(table.cache_rows, copies.capacity)
-                copies.capacity += table.cache_rows
-            self._pool = batching.ThreadPool(batching.default_threads())
+            self.allocate()
         self.clear()
         return True
-
-    def clear(self) -> None:
-        """Discards all copies. Needed at the start of a pass: step numbers restart, and rows may have been set."""
-        self._slots = {name: _Slots.empty(len(slots.ids), slots.first) for name, slots in self._slots.items()}
 
     def _check(self, free: int) -> None:
         """Raises ConfigError if the device lacks the memory for all copies, or the tables of a dim have too many."""
@@ -248,45 +330,3 @@ class RowCache:
         if self._warns and text not in self._warned:
             self._warned.add(text)
             LOG.warning("%s", text)
-
-    def plan(self, ids: Packed[np.uint64], at: LookupTime) -> CachePlan:
-        """Decides which rows of a batch to look up, and takes slots for them.
-
-        If these rows are never assembled, call `clear`: their slots do not have them.
-
-        Args:
-            ids: distinct ids of the batch, by table.
-            at: moment of the lookup.
-        """
-        wanted = Packed(ids.names, ids.counts, np.ones(len(ids.buffer), np.bool_))
-        # By dim, as `assemble` works on all tables of a dim at once, and places are in the order of tables.
-        of_dim: dict[int, dict[str, int]] = {}
-        for name, count in zip(ids.names, ids.counts, strict=True):
-            if name in self._slots:
-                of_dim.setdefault(self._tables[name].dim, {})[name] = count
-        tables: list[batching.CopiedTable] = []
-        for dim, counts in of_dim.items():
-            row = 0
-            for name, count in counts.items():
-                slots = self._slots[name]
-                tables.append(
-                    batching.CopiedTable(
-                        ids[name], slots.ids, slots.steps, wanted[name], row, slots.first, self._copies[dim].capacity
-                    )
-                )
-                row += count
-        totals = [sum(counts.values()) for counts in of_dim.values()]
-        places = np.empty(2 * sum(totals), np.int32)
-        assert self._pool is not None
-        served, oldest = batching.plan_copies(tables, at.step, at.applied, at.limit, places, self._pool)
-        by_table = iter(served)
-        counted = {
-            dim: {name: RowCounts(count, count - next(by_table)) for name, count in counts.items()}
-            for dim, counts in of_dim.items()
-        }
-        misses = [sum(count.misses for count in counts.values()) for counts in counted.values()]
-        hits = [total - missed for total, missed in zip(totals, misses, strict=True)]
-        kinds = ("hits", "hit_slots", "misses", "taken")
-        packed = Packed([f"{dim}/{kind}" for kind in kinds for dim in of_dim], [*hits, *hits, *misses, *misses], places)
-        self.counts = CacheCounts(self.counts.hits + sum(hits), self.counts.misses + sum(misses))
-        return CachePlan({dim: (self._copies[dim], counted[dim]) for dim in of_dim}, wanted, packed, oldest)

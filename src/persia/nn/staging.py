@@ -40,6 +40,10 @@ class Staging(Protocol):
 
     device: torch.device
 
+    @property
+    def on_host(self) -> bool:
+        """Whether tensors and arrays share memory, so that the native core can work on both."""
+
     def to_device(
         self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
     ) -> tuple[dict[str, torch.Tensor], Ready]:
@@ -61,6 +65,7 @@ class CpuStaging:
     """Staging without a device: tensors and arrays share memory."""
 
     device = torch.device("cpu")
+    on_host = True
 
     def to_device(
         self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
@@ -88,6 +93,8 @@ class CudaStaging:
 
     The blocks are tested on a CPU, the streams by `make gpu`.
     """
+
+    on_host = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

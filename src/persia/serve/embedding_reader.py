@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import cast
@@ -19,9 +20,10 @@ from persia.nn.pooling import Embeddings, Expander, SequenceEmbedding
 from persia.nn.staging import Staging, copied_array
 from persia.nn.transfer import Transfer
 from persia.schema import Pooling, Schema
+from persia.serve.device_rows import DeviceRows, missing_bounds
 from persia.serve.row_sources import RowLookup, Rows
 from persia.store.served import lookup_packed
-from persia.types import BucketMap, LookedUp, Packed
+from persia.types import BoolArray, BucketMap, Int64Array, LookedUp, Packed
 from persia.worker.routing import Router
 
 __all__ = ["EmbeddingReader"]
@@ -35,17 +37,21 @@ class EmbeddingReader:
         buckets: the source of each bucket of ids, as in `RowLookup`.
         staging: copies tensors to the device of the network.
         threads: threads of each call.
+        copies: copies of rows on a device; None to read all rows of each batch.
     """
 
-    def __init__(self, schema: Schema, buckets: BucketMap, staging: Staging, threads: int) -> None:
+    def __init__(
+        self, schema: Schema, buckets: BucketMap, staging: Staging, threads: int, copies: DeviceRows | None = None
+    ) -> None:
         # The log has float32 values, whatever the dtype of a table in training.
         tables = {name: msgspec.structs.replace(t, dtype="float32") for name, t in schema.resolved_tables().items()}
         self.schema = schema
         self._dims = {name: table.dim for name, table in tables.items()}
+        self._copies = copies
         self._router = Router(schema, buckets, threads)
         self._scratch = batching.Scratch()
         self._names = [feature.name for feature in schema.id_features]
-        self._on_host = staging.device.type == "cpu"
+        self._on_host = staging.on_host
         self._table_of = [feature.table_name for feature in schema.id_features]
         self._feature_dims = [self._dims[name] for name in self._table_of]
         self._pools_all = all(feature.pooling is not None for feature in schema.id_features)
@@ -79,12 +85,17 @@ class EmbeddingReader:
             if all(column.offsets is None and column.weights is None for column in columns):
                 return _tensor(batch.dense), _tensor(batch.labels), self._rows_of_single_ids(columns, whole)
         routed = self._router.route(batch.id_features)
-        rows = self._rows(routed, source)
         if self._on_host:
+            rows = self._rows(routed.ids, routed.bounds, source)
             return _tensor(batch.dense), _tensor(batch.labels), self._pooled(routed, rows, len(batch))
-        wire = cast("Packed[np.float32 | np.float16]", rows)
-        looked_up = LookedUp(wire, routed.narrow, routed.wide, routed.offsets, weights=routed.weights)
-        prepared, ready = self._transfer.rows(batch, looked_up)
+        with contextlib.nullcontext() if self._copies is None else self._copies.planned(routed.ids, source) as plan:
+            if plan is None:
+                rows = self._rows(routed.ids, routed.bounds, source)
+            else:
+                rows = self._rows(*_missing(routed, plan.wanted.buffer), source)
+            wire = cast("Packed[np.float32 | np.float16]", rows)
+            looked_up = LookedUp(wire, routed.narrow, routed.wide, routed.offsets, weights=routed.weights)
+            prepared, ready = self._transfer.rows(batch, looked_up, plan)
         ready()
         embeddings = {} if prepared.pooled is None else prepared.pooled.embeddings()  # Without ID features.
         return prepared.dense, prepared.labels, embeddings
@@ -119,14 +130,19 @@ class EmbeddingReader:
             for name, array, mask in zip(self._names, values, masks, strict=True)
         }
 
-    def _rows(self, batch: RoutedBatch, source: RowLookup) -> Packed[np.float32]:
-        """Returns the rows of the distinct ids, which are sorted by table, and within a table by partition."""
-        ids = batch.ids
+    def _rows(self, ids: Packed[np.uint64], bounds: Int64Array, source: RowLookup) -> Packed[np.float32]:
+        """Returns the rows of distinct ids, which are sorted by table, and within a table by partition."""
         widths = [self._dims[name] for name in ids.names]
         buffer = self._scratch.floats(sum(map(operator.mul, ids.counts, widths)))
         rows = Packed(ids.names, ids.counts, buffer, widths)
-        source.read(ids, batch.bounds, rows)
+        source.read(ids, bounds, rows)
         return rows
+
+
+def _missing(batch: RoutedBatch, wanted: BoolArray) -> tuple[Packed[np.uint64], Int64Array]:
+    """Returns the ids to look up, with their bounds."""
+    bounds = missing_bounds(batch.ids.counts, batch.bounds, wanted)
+    return Packed(batch.ids.names, bounds[:, -1].tolist(), batch.ids.buffer[wanted]), bounds
 
 
 def _tensor(array: NDArray[np.float32]) -> torch.Tensor:

@@ -9,8 +9,12 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from persia.checks import MAX_THREADS, check_flag, check_integer, check_kind, check_seconds, plain_fields, plain_paths
+from persia.errors import ConfigError
 
 __all__ = ["RowServerOptions", "ServeOptions", "ServeState"]
+
+MAX_DEVICE_ROWS = (1 << 31) - 2
+"""Places of copies are int32."""
 
 
 class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,6 +35,9 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "tcp://10.0.0.1:7000": rows are looked up there, for tables that do not fit this host. Without them, all
             rows are in this process.
         rows_seconds: deadline of a lookup at the row servers, in seconds.
+        device_rows: maximum number of rows of each table of which the GPU of the network keeps copies, those that
+            requests have used: they do not cross to it again until they change. 0 for none. No effect on a CPU; not
+            with `rows`, as row servers do not report changes.
     """
 
     poll_seconds: float = 1.0
@@ -41,6 +48,7 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compile: bool | Literal["auto"] = False
     rows: tuple[str, ...] = ()
     rows_seconds: float = 1.0
+    device_rows: int = 0
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -58,6 +66,13 @@ class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for address in self.rows:
             check_kind("rows", address, str, "a tuple of addresses of row servers")
         check_seconds("rows_seconds", self.rows_seconds)
+        check_integer("device_rows", self.device_rows, 0, MAX_DEVICE_ROWS)
+        if self.device_rows and self.rows:
+            raise ConfigError(
+                f"device_rows = {self.device_rows} needs the rows in this process, and `rows` has the addresses of row "
+                "servers, which do not report which rows have changed. Set device_rows to 0, or leave `rows` out.",
+                field="device_rows",
+            )
         if self.compile != "auto":
             check_flag("compile", self.compile)
 

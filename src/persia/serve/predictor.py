@@ -18,6 +18,7 @@ from persia.errors import ClosedError, ConfigError, DeadlineError, PublishError
 from persia.metrics import Answers, answers_of
 from persia.nn.arguments import check_arguments, options_of
 from persia.nn.output import are_log_odds, probabilities_of
+from persia.nn.row_cache import CacheCounts
 from persia.schema import InputRules, Schema
 from persia.serve.network_builder import ModelSource
 from persia.serve.options import ServeOptions, ServeState
@@ -148,7 +149,8 @@ class Predictor:
         Raises:
             PublishError: the epoch in the log cannot be served; the message says why.
             DeadlineError: there is no complete epoch, or it cannot be read.
-            ConfigError: a row server has another part than its place in `ServeOptions.rows` says.
+            ConfigError: a row server has another part than its place in `ServeOptions.rows` says; or the device lacks
+                the memory for `ServeOptions.device_rows`.
         """
         deadline = time.monotonic() + timeout
         while not self._updater.ready():
@@ -335,6 +337,12 @@ class Predictor:
         if state is None:
             raise self._closed()
         return state._replace(problem=state.problem or self._poller.failure)
+
+    @property
+    def cached(self) -> CacheCounts:
+        """Outcome of requests that have used copies of rows on the device, in distinct rows; see `device_rows`."""
+        copies = self._updater.copies
+        return CacheCounts() if copies is None else copies.counts
 
     def current(self) -> View:
         """Returns the current rows and network, for parts of a server that compute with them.

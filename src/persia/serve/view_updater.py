@@ -18,6 +18,7 @@ from persia.publish import Change, Description, ModelDescription, NetworkUpdate,
 from persia.publish.epoch_reader import EpochReader, Update
 from persia.serve.cache import SnapshotCache
 from persia.serve.compiling import Compiler, CompilerOptions
+from persia.serve.device_rows import DeviceRows
 from persia.serve.inputs import InputCounts
 from persia.serve.network_builder import ModelSource, Network, NetworkBuilder
 from persia.serve.options import ServeOptions, ServeState
@@ -133,6 +134,8 @@ class ViewUpdater:
         self._drift_due = 0.0
         self._compiler: tuple[tuple[ModelDescription | None, str], Compiler] | None = None
         """Description and precision of the networks, and their compiler."""
+        self.copies: DeviceRows | None = None
+        """Copies of rows on the device, of the current view; all epochs have the same tables. None without."""
         self.listeners: list[ChangeListener] = []
         """Notified of changed rows, once requests see the changes."""
 
@@ -152,6 +155,8 @@ class ViewUpdater:
             for epoch, changes in self._reader.read():
                 self._updates += 1
                 self._snapshots += changes is None
+                if changes and self.copies is not None:
+                    self.copies.forget(changes)  # Before a request sees a network that needs these rows.
                 self._adopt(epoch)
                 if changes is not None and epoch is self._reader.current:
                     self._notify(changes)  # `_adopt` notifies of rows that others replace.
@@ -234,7 +239,7 @@ class ViewUpdater:
     # --- epochs -------------------------------------------------------------------------------------------------
 
     def _begin(self, run: str, update: Update, description: Description | None) -> _Epoch:
-        """Returns an epoch. Raises PublishError if it cannot be served."""
+        """Returns an epoch. Raises PublishError if it cannot be served, ConfigError if its copies do not fit."""
         assert description is not None
         if self.view is not None:
             differences = schema_differences(
@@ -256,7 +261,10 @@ class ViewUpdater:
         else:
             dims = {name: table.dim for name, table in schema.resolved_tables().items()}
             rows = RemoteEpoch(self._servers, run, dims)
-        readers = Readers(schema, rows.buckets, self._staging, options.threads)
+        if self.copies is None and options.device_rows and not self._staging.on_host:
+            dims = {name: table.dim for name, table in schema.resolved_tables().items()}
+            self.copies = DeviceRows(dims, options.device_rows, self._staging.free_bytes())
+        readers = Readers(schema, rows.buckets, self._staging, options.threads, self.copies)
         compiler_options = CompilerOptions(
             options.compile, options.cache_dir, self._staging.device, description.precision
         )
@@ -290,6 +298,8 @@ class ViewUpdater:
         same_rows = view is not None and view.rows == rows
         if view is not None and view.network is epoch.network and same_rows:
             return
+        if self.copies is not None and not same_rows:
+            self.copies.begin(rows)
         self.view = View(epoch.number, epoch.network, rows, epoch.readers)
         if view is not None:
             self._retired.append(view)

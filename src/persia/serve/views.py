@@ -11,6 +11,7 @@ import torch
 from persia.batching.batch import Batch
 from persia.nn.staging import Staging
 from persia.schema import Schema
+from persia.serve.device_rows import DeviceRows
 from persia.serve.embedding_reader import EmbeddingReader
 from persia.serve.network_builder import Network
 from persia.serve.row_sources import RowLookup
@@ -31,10 +32,13 @@ class Readers:
         buckets: the source of each bucket of ids, as in `RowLookup`.
         staging: copies tensors to the device of the network.
         threads: threads of each request.
+        copies: copies of rows on the device, for the reader of all features; None without.
     """
 
-    def __init__(self, schema: Schema, buckets: BucketMap, staging: Staging, threads: int) -> None:
-        self.whole = EmbeddingReader(schema, buckets, staging, threads)
+    def __init__(
+        self, schema: Schema, buckets: BucketMap, staging: Staging, threads: int, copies: DeviceRows | None = None
+    ) -> None:
+        self.whole = EmbeddingReader(schema, buckets, staging, threads, copies)
         self._arguments = (buckets, staging, threads)
         self._parts: dict[frozenset[str], EmbeddingReader] = {}
         self._lock = threading.Lock()
