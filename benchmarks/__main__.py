@@ -1,10 +1,10 @@
 """Runs benchmarks and prints one JSON line per measure.
 
-    python -m benchmarks NAME... [--preset smoke|laptop|full] [--beside N] [--json FILE]
+    python -m benchmarks NAME... [--preset smoke|laptop|full] [--beside N] [--json FILE] [--seconds N] [--keep-going]
     python -m benchmarks --list
 
-A NAME is any name that `--list` prints, or a pattern such as 'store.*'. With `--beside 1` another process computes all
-the time, and the names begin with `beside_1.`.
+A NAME is any name that `--list` prints, or a pattern such as 'store.*'; they run in this order. With `--beside 1`
+another process computes all the time, and the names begin with `beside_1.`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import json
+import math
 import os
 import platform
 import shlex
@@ -37,6 +38,10 @@ def main(argv: list[str] | None = None) -> int:
         "--beside", type=int, default=0, metavar="N", help="beside so many processes that compute all the time"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also append the lines to this file")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, metavar="N", help="begin no benchmark after so many seconds"
+    )
+    parser.add_argument("--keep-going", action="store_true", help="after an error run the others, and exit with 1")
     parser.add_argument("--list", action="store_true", help="print all names and exit")
     arguments = parser.parse_args(argv)
     if arguments.list:
@@ -50,9 +55,17 @@ def main(argv: list[str] | None = None) -> int:
     if smoke:
         runner.benchmarks()
         gc.freeze()  # A collection after each of hundreds of small functions goes through all that imports made, else.
+    failed: list[str] = []
+    measures = runner.run(
+        arguments.names,
+        arguments.preset,
+        arguments.beside,
+        seconds=arguments.seconds,
+        failed=failed if arguments.keep_going else None,
+    )
     try:
         with forking() if smoke else contextlib.nullcontext(), busy(arguments.beside):
-            for measure in runner.run(arguments.names, arguments.preset, arguments.beside):
+            for measure in measures:
                 line = json.dumps(_line(measure, arguments.preset, arguments.beside))
                 print(line, flush=True)
                 if arguments.json is not None:
@@ -64,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(error.args[0])
     finally:
         gc.unfreeze()
-    return 0
+    if failed:
+        print(f"Failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
 
 
 def _line(measure: runner.Measure, preset: str, beside: int) -> dict[str, Any]:
@@ -80,7 +95,8 @@ def _line(measure: runner.Measure, preset: str, beside: int) -> dict[str, Any]:
         "interval": _rounded(measure.interval),
         "command": shlex.join([*command, "--beside", str(beside)] if beside else command),
         "commit": _commit(),
-        "machine": machine(),
+        # Of a GPU, it is what its figures are compared by.
+        "machine": ", ".join(filter(None, [measure.details.get("gpu"), machine()])),
         **{key: _rounded(value) for key, value in measure.details.items()},
     }
 

@@ -8,6 +8,7 @@ long it took is in the details. A smoke run only traces the network, as a compil
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from unittest import mock
@@ -20,7 +21,7 @@ from benchmarks import runner
 from benchmarks.baselines.step_torch import Samples, Workload
 from benchmarks.step import FIRST, WORK, Persia, compared
 from persia.nn import compiled_training
-from persia.nn.compiled_training import CompiledTraining
+from persia.nn.compiled_training import CompiledTraining, CompileMode
 from persia.nn.pooling import Embeddings
 from persia.schema import Adagrad
 
@@ -44,9 +45,9 @@ class Joined(nn.Module):
 class Compiled(Persia):
     """The step of `benchmarks/step.py` with a compiled network."""
 
-    def __init__(self, work: Workload, data: list[Samples]) -> None:
+    def __init__(self, work: Workload, data: list[Samples], mode: CompileMode = "default") -> None:
         super().__init__(work, data, ADAGRAD)
-        self.compiled = CompiledTraining(Joined(self.net), "default", torch.device(work.device))
+        self.compiled = CompiledTraining(Joined(self.net), mode, torch.device(work.device))
         self.seconds = 0.0
         """Time of the first step, which compiles."""
 
@@ -62,6 +63,11 @@ class Compiled(Persia):
         self.seconds = self.seconds or time.perf_counter() - began
 
 
+def tracing_only(only: bool) -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which networks are traced, but not compiled, if it is `only` that: a compiler takes long."""
+    return mock.patch.object(compiled_training, "BACKEND", "eager" if only else compiled_training.BACKEND)
+
+
 @runner.measures("compile.cpu")
 def cpu(preset: str) -> runner.Measure:
     """Samples/s with a compiled network over samples/s without."""
@@ -71,8 +77,8 @@ def cpu(preset: str) -> runner.Measure:
         made.append(Compiled(work, data))
         return made[-1]
 
-    backend = "eager" if preset == "smoke" else compiled_training.BACKEND
-    with mock.patch.object(compiled_training, "BACKEND", backend):
+    with tracing_only(preset == "smoke"):
+        backend = compiled_training.BACKEND
         measure = compared(
             "compile.cpu", preset, WORK[preset], compiled, lambda work, data: Persia(work, data, ADAGRAD)
         )

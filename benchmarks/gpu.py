@@ -2,12 +2,17 @@
 
     python -m benchmarks 'gpu.*' [--preset smoke|laptop|full] [--json FILE]
 
-Needs a CUDA device; without one each measure is skipped, and says so. The work is `benchmarks/step.py`'s, or a
-larger network. The tables of plain PyTorch are in the memory of the GPU, so `*vs_torch` says what it costs to keep rows
-where there is room for any number of them; `*vs_dense_only` says how much of that the prefetching hides.
-`gpu.copy_overlap` compares with a step whose copies wait, `gpu.fp16_wire` with rows that cross as float32,
-`gpu.bf16_rows*` with rows that are stored as float32, and `gpu.cache_rows` with a step without copies of rows on the
-device.
+Needs a CUDA device; without one each measure is skipped, and says so, but for preset smoke, which runs on tensors of
+the CPU that go the way of a GPU. The work is `benchmarks/step.py`'s, or a larger network. The tables of plain PyTorch
+are in the memory of the GPU, so `*vs_torch` says what it costs to keep rows where there is room for any number of them;
+`*vs_dense_only` says how much of that the prefetching hides.
+
+The others compare two ways of persia in one process, which train in turn. `gpu.pooled_together` compares with features
+that are pooled one by one, `gpu.compile*` with a network that is not compiled, `gpu.copy_overlap` with copies that
+wait, `gpu.fp16_wire` with rows that cross as float32, `gpu.bf16_rows*` with rows that are stored as float32, and
+`gpu.cache_rows` with a step without copies of rows on the device.
+
+`tests/gpu.sh` says which come first. Rows without a network are in `gpu_rows.py`, a server in `gpu_serve.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +28,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import runner
-from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, Variant, Workload, network_optimizer
+from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, Variant, Workload, generate, network_optimizer
+from benchmarks.compiled_step import Compiled, tracing_only
 from benchmarks.step import FIRST, WORK, Make, Persia, compared
+from benchmarks.step_dispatches import go_the_way_of_a_gpu
 from persia import Batch, IdColumn, IdFeature, Schema, Table
 from persia.batching import default_threads
 from persia.modes import Hybrid, Mode
 from persia.nn import CollectionOptions, EmbeddingCollection
+from persia.nn.compiled_training import CompileMode
 from persia.nn.models import DLRM, FFNN
 from persia.nn.staging import Ready, Then, copied_array, nothing_to_do, staging_for
 from persia.ps import EmbeddingServer
@@ -37,6 +45,8 @@ from persia.services import Connection
 from persia.worker import Worker, WorkerOptions
 
 ADAGRAD = Adagrad(lr=0.05, initial_accumulator=FIRST)
+SMOKE = Workload(features=3, dim=8, rows=500, batch=32, dense=2, batches=2)
+ZIPF = 1.05
 
 
 class SideBySide(nn.Module):
@@ -76,12 +86,13 @@ class Stale(Persia):
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
             for s in data
         ]
-        self.steps = 0
         self.prefetched: Iterator[Any] = self.embeddings.prefetch(itertools.cycle(batches))
 
 
 class Blocking:
     """Staging without overlap: every copy waits, from and to memory that is not pinned."""
+
+    on_host = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -111,45 +122,57 @@ class Compressing:
         return Connection(Worker(schema, [server], threads, options=WorkerOptions("fp16")), [server])
 
 
+def of_device(made: Persia) -> Persia:
+    """Returns a variant whose tensors go the way of a GPU, also on a CPU."""
+    if made.work.device == "cpu":
+        go_the_way_of_a_gpu(made.embeddings)
+    return made
+
+
 def persia(work: Workload, data: list[Samples]) -> Persia:
     """The step of `benchmarks/step.py`."""
-    return Persia(work, data, ADAGRAD)
+    return of_device(Persia(work, data, ADAGRAD))
 
 
 def compressing(work: Workload, data: list[Samples]) -> Persia:
     """The same with fp16 on the wire."""
-    return Persia(work, data, ADAGRAD, Compressing())
+    return of_device(Persia(work, data, ADAGRAD, Compressing()))
 
 
 def narrow(work: Workload, data: list[Samples]) -> Persia:
     """The same with rows of bfloat16, which are widened on the device."""
-    return Persia(work, data, ADAGRAD, dtype="bfloat16")
+    return of_device(Persia(work, data, ADAGRAD, dtype="bfloat16"))
 
 
 def blocking(work: Workload, data: list[Samples]) -> Persia:
     """The same with copies that wait."""
-    made = Persia(work, data, ADAGRAD)
-    transfer = made.embeddings._transfer
-    transfer._staging = Blocking(torch.device(work.device))
-    made.embeddings._expander.on_host = transfer._on_host = False  # In tests, which have no GPU.
+    made = of_device(Persia(work, data, ADAGRAD))
+    made.embeddings._transfer._staging = Blocking(torch.device(work.device))
     return made
 
 
-def cached(work: Workload, data: list[Samples]) -> Stale:
-    """Hybrid(8) with copies of the rows of 16 batches."""
-    return Stale(work, data, 16 * work.batch)
+def one_by_one(work: Workload, data: list[Samples]) -> Persia:
+    """The same with features that are pooled one by one, as before docs/decisions/0036."""
+    made = of_device(Persia(work, data, ADAGRAD))
+    made.embeddings._transfer._expander = None
+    return made
 
 
-def uncached(work: Workload, data: list[Samples]) -> Stale:
+def cached(work: Workload, data: list[Samples]) -> Persia:
+    """Hybrid(8) with copies of a tenth of the rows."""
+    return of_device(Stale(work, data, work.rows // 10))
+
+
+def uncached(work: Workload, data: list[Samples]) -> Persia:
     """Hybrid(8) without copies."""
-    return Stale(work, data, 0)
+    return of_device(Stale(work, data, 0))
 
 
 def with_model(make: Make, model_of: Callable[[Schema], nn.Module]) -> Make:
     """Returns `make` with another network."""
 
     def made(work: Workload, data: list[Samples]) -> Variant:
-        variant = make(work, data)
+        variant: Variant = make(work, data)
         torch.manual_seed(work.seed)
         variant.net = SideBySide(model_of, work).to(work.device)
         variant.optimizer = network_optimizer(variant.net)
@@ -158,29 +181,110 @@ def with_model(make: Make, model_of: Callable[[Schema], nn.Module]) -> Make:
     return made
 
 
+def zipf(work: Workload) -> list[Samples]:
+    """Batches as `generate` makes them, whose ids have a Zipf distribution; frequent ids are spread over the table."""
+    random = np.random.default_rng(work.seed)
+    shares = np.cumsum(np.arange(1, work.rows + 1) ** -ZIPF)
+    ids_by_rank = random.permutation(work.rows)
+    return [
+        samples._replace(ids=ids_by_rank[np.searchsorted(shares, shares[-1] * random.random(samples.ids.shape))])
+        for samples in generate(work)
+    ]
+
+
+def device_of(name: str, preset: str) -> tuple[str, dict[str, Any]] | None:
+    """Returns the device to measure on, with what a line says of it; None, and a message, if it is missing."""
+    if torch.cuda.is_available():
+        return "cuda", {"gpu": torch.cuda.get_device_name(0)}
+    if preset == "smoke":
+        return "cpu", {"gpu": None}
+    print(f"{name} is skipped: torch {torch.__version__} sees no CUDA device.", file=sys.stderr)
+    return None
+
+
 def on_gpu(
-    name: str, preset: str, ours_of: Make, theirs_of: Make, model_of: Callable[[Schema], nn.Module] | None = None
+    name: str,
+    preset: str,
+    ours_of: Make,
+    theirs_of: Make,
+    model_of: Callable[[Schema], nn.Module] | None = None,
+    target: float | None = None,
+    samples_of: Callable[[Workload], list[Samples]] = generate,
 ) -> runner.Measure | None:
     """Compares on the first CUDA device; None without one. Networks other than the usual one have rows of dim 128."""
-    if not torch.cuda.is_available():
-        print(f"{name} is skipped: torch {torch.__version__} sees no CUDA device.", file=sys.stderr)
+    device = device_of(name, preset)
+    if device is None:
         return None
-    work = replace(WORK[preset], device="cuda")
+    work = replace(SMOKE if preset == "smoke" else WORK[preset], device=device[0])
     if model_of is not None:  # Fewer ids and batches, so that tables are filled within seconds.
-        work = replace(work, dim=128, rows=min(work.rows, 200_000), batches=min(work.batches, 16))
+        if preset != "smoke":
+            work = replace(work, dim=128, rows=min(work.rows, 200_000), batches=min(work.batches, 16))
         ours_of, theirs_of = with_model(ours_of, model_of), with_model(theirs_of, model_of)
-    measure = compared(name, preset, work, ours_of, theirs_of)
-    return replace(measure, details={**measure.details, "device": torch.cuda.get_device_name(0)})
+    return compared(name, preset, work, ours_of, theirs_of, target, device[1], data=samples_of(work))
 
 
-@runner.measures("gpu.step_vs_torch")
-def step_vs_torch(preset: str) -> runner.Measure | None:
-    return on_gpu("gpu.step_vs_torch", preset, persia, Plain)
+def dlrm(schema: Schema) -> nn.Module:
+    if schema.resolved_tables()["f0"].dim == SMOKE.dim:
+        return DLRM(schema, hidden=(16, 8), bottom=(16,))
+    return DLRM(schema, hidden=(1024, 1024, 512, 256), bottom=(512, 256))
+
+
+def ffnn_paper(schema: Schema) -> nn.Module:
+    if schema.resolved_tables()["f0"].dim == SMOKE.dim:
+        return FFNN(schema, hidden=(16, 8))
+    return FFNN.paper(schema)
+
+
+# --- the table, in its order ------------------------------------------------------------------------------------------
 
 
 @runner.measures("gpu.step_vs_dense_only")
 def step_vs_dense_only(preset: str) -> runner.Measure | None:
-    return on_gpu("gpu.step_vs_dense_only", preset, persia, DenseOnly)
+    return on_gpu("gpu.step_vs_dense_only", preset, persia, DenseOnly, target=0.7)
+
+
+@runner.measures("gpu.dlrm_128_vs_dense_only")
+def dlrm_vs_dense_only(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.dlrm_128_vs_dense_only", preset, persia, DenseOnly, dlrm, 0.75)
+
+
+@runner.measures("gpu.ffnn_paper_vs_dense_only")
+def ffnn_paper_vs_dense_only(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.ffnn_paper_vs_dense_only", preset, persia, DenseOnly, ffnn_paper, 0.97)
+
+
+@runner.measures("gpu.cache_rows")
+def cache_rows(preset: str) -> runner.Measure | None:
+    """Copies of rows: values only, which serve for a few batches; see docs/decisions/0009."""
+    return on_gpu("gpu.cache_rows", preset, cached, uncached, dlrm, 1.3, zipf)
+
+
+# --- two ways of persia -----------------------------------------------------------------------------------------------
+
+
+@runner.measures("gpu.pooled_together")
+def pooled_together(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.pooled_together", preset, persia, one_by_one)
+
+
+def compiled(name: str, preset: str, mode: CompileMode) -> runner.Measure | None:
+    """Compares a network that is compiled; a smoke run on a CPU only traces it."""
+
+    def made(work: Workload, data: list[Samples]) -> Persia:
+        return of_device(Compiled(work, data, mode))
+
+    with tracing_only(device_of(name, preset) == ("cpu", {"gpu": None})):
+        return on_gpu(name, preset, made, persia)
+
+
+@runner.measures("gpu.compile")
+def compile_default(preset: str) -> runner.Measure | None:
+    return compiled("gpu.compile", preset, "default")
+
+
+@runner.measures("gpu.compile_graphs")
+def compile_graphs(preset: str) -> runner.Measure | None:
+    return compiled("gpu.compile_graphs", preset, "reduce-overhead")
 
 
 @runner.measures("gpu.copy_overlap")
@@ -203,13 +307,12 @@ def bf16_rows_dlrm(preset: str) -> runner.Measure | None:
     return on_gpu("gpu.bf16_rows_dlrm_128", preset, narrow, persia, dlrm)
 
 
-@runner.measures("gpu.cache_rows")
-def cache_rows(preset: str) -> runner.Measure | None:
-    return on_gpu("gpu.cache_rows", preset, cached, uncached, dlrm)
+# --- plain PyTorch, whose tables are in the memory of the GPU ---------------------------------------------------------
 
 
-def dlrm(schema: Schema) -> nn.Module:
-    return DLRM(schema, hidden=(1024, 1024, 512, 256), bottom=(512, 256))
+@runner.measures("gpu.step_vs_torch")
+def step_vs_torch(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.step_vs_torch", preset, persia, Plain)
 
 
 @runner.measures("gpu.dlrm_128_vs_torch")
@@ -217,16 +320,6 @@ def dlrm_vs_torch(preset: str) -> runner.Measure | None:
     return on_gpu("gpu.dlrm_128_vs_torch", preset, persia, Plain, dlrm)
 
 
-@runner.measures("gpu.dlrm_128_vs_dense_only")
-def dlrm_vs_dense_only(preset: str) -> runner.Measure | None:
-    return on_gpu("gpu.dlrm_128_vs_dense_only", preset, persia, DenseOnly, dlrm)
-
-
 @runner.measures("gpu.ffnn_paper_vs_torch")
 def ffnn_paper_vs_torch(preset: str) -> runner.Measure | None:
-    return on_gpu("gpu.ffnn_paper_vs_torch", preset, persia, Plain, FFNN.paper)
-
-
-@runner.measures("gpu.ffnn_paper_vs_dense_only")
-def ffnn_paper_vs_dense_only(preset: str) -> runner.Measure | None:
-    return on_gpu("gpu.ffnn_paper_vs_dense_only", preset, persia, DenseOnly, FFNN.paper)
+    return on_gpu("gpu.ffnn_paper_vs_torch", preset, persia, Plain, ffnn_paper)

@@ -25,6 +25,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -40,7 +41,8 @@ __all__ = [
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "checkpoint_parallel",
-    "rpc", "step", "step_dispatches", "compiled_step", "sync", "gpu", "reuse", "profile_step", "globo", "quality",
+    "rpc", "step", "step_dispatches", "compiled_step", "sync", "gpu", "gpu_rows", "gpu_serve", "reuse",
+    "profile_step", "globo", "quality",
     "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows", "paper_arrival", "paper_fresh",
     "paper_gba", "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "clients",
     "several_hosts", "hosts", "chaos", "roles", "cluster", "driver", "recovery", "ssd", "ssd_rates", "plan",
@@ -156,13 +158,23 @@ def names() -> list[str]:
     return [name for benchmark in benchmarks() for name in benchmark.names]
 
 
-def run(patterns: Sequence[str], preset: str, beside: int = 0) -> Iterator[Measure]:
-    """Runs each function with a selected name once and yields the selected measures.
+def run(
+    patterns: Sequence[str],
+    preset: str,
+    beside: int = 0,
+    *,
+    seconds: float = math.inf,
+    failed: list[str] | None = None,
+) -> Iterator[Measure]:
+    """Runs each function with a selected name once, in the order of the patterns, and yields the selected measures.
 
     Args:
         patterns: select names.
         preset: one of `PRESETS`.
         beside: how many processes the caller lets compute beside it.
+        seconds: no function begins later. Those that are left out are named on stderr.
+        failed: gets the first name of each function that fails, whose error is printed, and each pattern that selects
+            nothing, and the others run; None for the error itself.
 
     Raises:
         KeyError: a pattern selects nothing.
@@ -173,24 +185,47 @@ def run(patterns: Sequence[str], preset: str, beside: int = 0) -> Iterator[Measu
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names()):
             hint = f"; did you mean '{pattern}.*'?" if any(name.startswith(f"{pattern}.") for name in names()) else ""
-            raise KeyError(f"No benchmark is named {pattern!r}{hint} `python -m benchmarks --list` prints all names.")
-    threads = torch.get_num_threads()
+            problem = f"No benchmark is named {pattern!r}{hint} `python -m benchmarks --list` prints all names."
+            if failed is None:
+                raise KeyError(problem)
+            print(problem, file=sys.stderr)
+            failed.append(pattern)
+    threads, started = torch.get_num_threads(), time.monotonic()
     with RESOURCES:
-        for benchmark in benchmarks():
-            selected = {name for name in benchmark.names if any(fnmatchcase(name, pattern) for pattern in patterns)}
-            if not selected:
+        for benchmark, selected in _ordered(patterns):
+            if time.monotonic() - started > seconds:
+                print(f"{', '.join(sorted(selected))}: left out after {seconds:.0f} s", file=sys.stderr)
                 continue
             torch.set_num_threads(threads)
             if preset == "smoke":  # Many run in one process: whichever hangs or crashes is the one that was named last.
                 print(f"--- {benchmark.names[0]}", file=sys.stderr, flush=True)
             began, used = time.monotonic(), _processor_seconds()
-            for measure in _printed(benchmark, preset, {"selected": selected, "beside": beside}):
-                if measure.name in selected:
-                    yield measure
+            try:
+                for measure in _printed(benchmark, preset, {"selected": selected, "beside": beside}):
+                    if measure.name in selected:
+                        yield measure
+            except Exception:
+                if failed is None:
+                    raise
+                traceback.print_exc()
+                failed.append(benchmark.names[0])
             gc.collect()
             if preset == "smoke":
                 took = f"{time.monotonic() - began:.1f} s, {_processor_seconds() - used:.1f} s of processors"
                 print(f"    {took}", file=sys.stderr, flush=True)
+
+
+def _ordered(patterns: Sequence[str]) -> list[tuple[Benchmark, set[str]]]:
+    """Returns benchmarks with their selected names, by the first pattern that selects one of them."""
+    found: list[tuple[int, Benchmark, set[str]]] = []
+    for benchmark in benchmarks():
+        selecting = {
+            name: at for at, pattern in reversed([*enumerate(patterns)]) for name in benchmark.names
+            if fnmatchcase(name, pattern)
+        }  # fmt: skip
+        if selecting:
+            found.append((min(selecting.values()), benchmark, set(selecting)))
+    return [(benchmark, selected) for _, benchmark, selected in sorted(found, key=lambda each: each[0])]
 
 
 def _processor_seconds() -> float:

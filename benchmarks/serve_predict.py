@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +41,9 @@ Model = Callable[[persia.Schema], torch.nn.Module]
 
 @contextlib.contextmanager
 def served(
-    model: Model, schema: persia.Schema, data: Sequence[persia.Batch], *, compiled: bool = False
+    model: Model, schema: persia.Schema, data: Sequence[persia.Batch], *, compiled: bool = False, **options: Any
 ) -> Iterator[tuple[persia.Trainer, Predictor]]:
-    """Trains on the data, publishes, and serves what was published."""
+    """Trains on the data, publishes, and serves what was published, with further `ServeOptions`."""
     torch.manual_seed(0)
     with folder() as path:
         url = str(Path(path, "log"))
@@ -55,7 +56,7 @@ def served(
             options=persia.TrainerOptions(device="cpu", progress=False, publish=PublishOptions(url)),
         )
         trainer.fit(data)
-        with Predictor(url, model, ServeOptions(poll_seconds=3600.0, compile=compiled)) as predictor:
+        with Predictor(url, model, ServeOptions(poll_seconds=3600.0, compile=compiled, **options)) as predictor:
             yield trainer, predictor
 
 

@@ -128,9 +128,10 @@ def compared(
     target: float | None = None,
     details: Mapping[str, Any] | None = None,
     beside: int = 0,
+    data: list[Samples] | None = None,
 ) -> runner.Measure:
     """Samples/s of two variants, alternating; in short rounds beside other processes."""
-    data = generate(work)
+    data = generate(work) if data is None else data
     theirs = theirs_of(work, data)
     ours = ours_of(work, data)
     try:

@@ -34,6 +34,8 @@ BEFORE = {"single": 43, "sum": 132}
 class Blocks(CpuStaging):
     """Copies in one block each way, as the staging of a GPU does."""
 
+    on_host = False
+
     def to_device(self, arrays: Mapping[str, Any], then: Then | None = None) -> tuple[dict[str, torch.Tensor], Ready]:
         """Copies a block."""
         block, parts = array_block(arrays)
@@ -45,6 +47,12 @@ class Blocks(CpuStaging):
         block, parts = tensor_block(tensors)
         copy = block.clone()
         return lambda: {name: tensor.numpy() for name, tensor in block_tensors(copy, parts).items()}
+
+
+def go_the_way_of_a_gpu(embeddings: EmbeddingCollection) -> None:
+    """Lets the tensors of a CPU go the way of a GPU: copied as blocks, and pooled by torch."""
+    embeddings._expander.on_host = embeddings._transfer._on_host = False
+    embeddings._staging = embeddings._transfer._staging = Blocks()
 
 
 class Dispatched(TorchDispatchMode):
@@ -81,8 +89,7 @@ def dispatched(size: int, pooling: Pooling | None, ids: int, *, on_gpu: bool) ->
     )
     embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=Hybrid(2, warmup=0))
     if on_gpu:
-        embeddings._expander.on_host = embeddings._transfer._on_host = False
-        embeddings._staging = embeddings._transfer._staging = Blocks()
+        go_the_way_of_a_gpu(embeddings)
     count = Dispatched()
     for batch in embeddings.prefetch(batch_of(size, ids, seed) for seed in range(3)):
         count = Dispatched()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Workload, generate
 
-from benchmarks import gpu, step
+from benchmarks import gpu, gpu_rows, runner, step
 
 WORK = Workload(features=3, dim=8, rows=200, batch=32, dense=2, batches=4)
 
@@ -31,7 +31,14 @@ def gradients(make, steps=1):
 
 @pytest.mark.parametrize(
     ("make", "tolerance"),
-    [(gpu.blocking, 1e-6), (gpu.compressing, 1e-4), (gpu.narrow, 1e-3), (gpu.cached, 1e-6), (gpu.uncached, 1e-6)],
+    [
+        (gpu.blocking, 1e-6),
+        (gpu.compressing, 1e-4),
+        (gpu.narrow, 1e-3),
+        (gpu.one_by_one, 1e-6),
+        (gpu.cached, 1e-6),
+        (gpu.uncached, 1e-6),
+    ],
 )
 def test_the_way_of_the_rows_does_not_change_what_is_learned(make, tolerance):
     for mine, theirs in zip(gradients(make), gradients(gpu.persia), strict=True):
@@ -62,3 +69,60 @@ def test_a_model_gets_the_embeddings_of_each_feature():
     values = torch.arange(2.0 * (3 * 8 + 2)).view(2, -1)
     gpu.SideBySide(lambda schema: Spy(), WORK)(values)
     assert torch.equal(torch.cat([given["f0"], given["f1"], given["f2"], given["dense"]], 1), values)
+
+
+def test_without_a_gpu_a_smoke_run_goes_its_way_on_tensors_of_the_cpu():
+    """Pooled together, and copied as blocks."""
+    made = gpu.persia(WORK, generate(WORK))
+    try:
+        batch = next(made.prefetched)
+    finally:
+        made.close()
+    assert type(batch.pooled).__name__ == "PooledTogether"
+    assert gpu.one_by_one(WORK, generate(WORK)).embeddings._transfer._expander is None
+
+
+def test_zipf_ids_are_skewed_and_spread():
+    work = Workload(features=2, dim=4, rows=1000, batch=5000, dense=1, batches=1)
+    (samples,) = gpu.zipf(work)
+    assert samples.ids.shape == (2, 5000)
+    counts = np.bincount(samples.ids.reshape(-1), minlength=1000)
+    assert len(counts) == 1000
+    top = np.argsort(counts)[::-1]
+    assert counts[top[0]] / 10_000 == pytest.approx(1 / sum(k**-1.05 for k in range(1, 1001)), rel=0.15)
+    assert top[:5].std() > 10
+
+
+def test_owned_rows_and_rows_from_the_host_learn_the_same(monkeypatch):
+    """What `gpu.rows_1m_128*` compare, in one order of steps; four fifths of the rows are owned."""
+    monkeypatch.setattr(gpu_rows, "DIM", 4)
+    ids = gpu_rows.ids_of(np.arange(64))
+    batches = [np.random.default_rng(seed).permutation(ids)[:40] for seed in range(6)]
+    host, owner = (gpu_rows.Parts.made("cpu") for _ in range(2))
+    host.look_up(ids)
+    owning = gpu_rows.Owning(owner, ids)
+    for number, batch in enumerate(batches):
+        gpu_rows.FromHost(host).step(batch, number)
+        owning.step(batch, number)
+    assert 16 < len(owning.owned) <= 32
+    owning.owned.write_back()
+    mine, theirs = (parts.access.read("item", ids, True) for parts in (owner, host))
+    np.testing.assert_array_equal(mine.values, theirs.values)
+    np.testing.assert_array_equal(mine.state.values, theirs.state.values)
+
+
+def test_plain_torch_on_pinned_tables_updates_rows():
+    uva = gpu_rows.Uva(8, "cpu")
+    before = uva._rows.clone()
+    uva.step(np.array([1, 5]), 0)
+    changed = (uva._rows != before).any(1).nonzero().squeeze(1).tolist()
+    assert changed == [1, 5]
+    assert uva._counts.tolist() == [0, 1, 0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.filterwarnings("default")  # Of torch about itself.
+@pytest.mark.parametrize(("pattern", "lines"), [("gpu.rows_1m_128*", 3), ("gpu.serve*", 3), ("gpu.cache_rows", 1)])
+def test_a_row_of_the_table_runs_on_tensors_of_the_cpu(pattern, lines):
+    found = list(runner.run([pattern], "smoke"))
+    assert len(found) == lines
+    assert all(measure.value > 0 for measure in found)

@@ -112,6 +112,55 @@ def test_a_printed_name_that_is_not_registered_is_an_error(registered):
         selected("liar.declared")
 
 
+def test_benchmarks_run_in_the_order_of_their_patterns(registered):
+    assert selected("other.*", "*.two", "fake.*") == ["other.single", "fake.one", "fake.two"]
+    assert registered == [("single", "smoke"), ("pair", "smoke")]
+
+
+def test_an_error_ends_the_run_or_is_collected(monkeypatch, capsys):
+    def failing(preset):
+        yield runner.Measure("fake.one", 1.0, "s")
+        raise OSError("no space left")
+
+    def other(preset):
+        return runner.Measure("fake.two", 1.0, "s")
+
+    found = (runner.Benchmark(("fake.one",), failing), runner.Benchmark(("fake.two",), other))
+    monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    failed = []
+    kept = [measure.name for measure in runner.run(["fake.*", "missing.*"], "laptop", failed=failed)]
+    assert (kept, failed) == (["fake.one", "fake.two"], ["missing.*", "fake.one"])
+    said = capsys.readouterr().err
+    assert "No benchmark is named 'missing.*'" in said
+    assert "OSError: no space left" in said
+    assert command.main(["fake.*", "--keep-going"]) == 1
+    assert command.main(["fake.two", "--keep-going"]) == 0
+    assert "Failed: fake.one" in capsys.readouterr().err
+
+
+def test_no_benchmark_begins_after_the_time_of_a_run(registered, capsys):
+    assert [measure.name for measure in runner.run(["fake.*", "other.*"], "smoke", seconds=-1.0)] == []
+    assert registered == []
+    assert "fake.one, fake.two: left out" in capsys.readouterr().err
+    assert command.main(["fake.*", "--seconds", "3600"]) == 0
+    assert len(registered) == 1
+
+
+def test_a_line_of_a_gpu_names_it_first(monkeypatch, capsys):
+    def one(preset):
+        return runner.Measure("gpu.one", 1.0, "s", details={"gpu": "NVIDIA H100 80GB HBM3"})
+
+    def other(preset):
+        return runner.Measure("gpu.two", 1.0, "s", details={"gpu": None})
+
+    found = (runner.Benchmark(("gpu.one",), one), runner.Benchmark(("gpu.two",), other))
+    monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    assert command.main(["gpu.*"]) == 0
+    first, second = (json.loads(line)["machine"] for line in capsys.readouterr().out.splitlines())
+    assert first == f"NVIDIA H100 80GB HBM3, {second}"
+    assert second == command.machine()
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_an_error_names_the_benchmark_that_failed(monkeypatch, capsys, late):
     def failing(preset):
