@@ -29,7 +29,7 @@ from benchmarks.store import ids_of
 from persia import IdFeature, Schema
 from persia.batching import default_threads
 from persia.modes import Sync
-from persia.nn.owned_rows import OwnedRows, OwnershipRule
+from persia.nn.owned_rows import HotRows, OwnershipRule
 from persia.nn.row_access import RowAccess
 from persia.nn.row_updates import RowUpdates
 from persia.nn.staging import Staging, staging_for
@@ -101,7 +101,7 @@ class Owning:
     def __init__(self, parts: Parts, ids: Ids) -> None:
         self._parts = parts
         table, rule = Schema([IdFeature(TABLE, dim=DIM)]).resolved_tables()[TABLE], OwnershipRule(NEVER_IDLE)
-        self.owned = OwnedRows(table, ADAM, parts.access, len(ids) // 2, parts.staging.device, rule)
+        self.owned = HotRows(table, ADAM, parts.access, len(ids) // 2, parts.staging.device, rule)
         for part in np.array_split(ids, 16):  # The first id of each slot has it from then on.
             plan = self.owned.plan(part)
             self.owned.assemble(plan, parts.look_up(part[plan.missing]))

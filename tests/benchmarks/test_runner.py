@@ -127,6 +127,8 @@ def test_an_error_ends_the_run_or_is_collected(monkeypatch, capsys):
 
     found = (runner.Benchmark(("fake.one",), failing), runner.Benchmark(("fake.two",), other))
     monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    monkeypatch.setattr(command, "_commit", lambda: "a commit")
+    monkeypatch.setattr(command, "machine", lambda: "2 cores")
     failed = []
     kept = [measure.name for measure in runner.run(["fake.*", "missing.*"], "laptop", failed=failed)]
     assert (kept, failed) == (["fake.one", "fake.two"], ["missing.*", "fake.one"])
@@ -138,7 +140,9 @@ def test_an_error_ends_the_run_or_is_collected(monkeypatch, capsys):
     assert "Failed: fake.one" in capsys.readouterr().err
 
 
-def test_no_benchmark_begins_after_the_time_of_a_run(registered, capsys):
+def test_no_benchmark_begins_after_the_time_of_a_run(registered, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_commit", lambda: "a commit")
+    monkeypatch.setattr(command, "machine", lambda: "2 cores")
     assert [measure.name for measure in runner.run(["fake.*", "other.*"], "smoke", seconds=-1.0)] == []
     assert registered == []
     assert "fake.one, fake.two: left out" in capsys.readouterr().err
@@ -155,10 +159,11 @@ def test_a_line_of_a_gpu_names_it_first(monkeypatch, capsys):
 
     found = (runner.Benchmark(("gpu.one",), one), runner.Benchmark(("gpu.two",), other))
     monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    monkeypatch.setattr(command, "_commit", lambda: "a commit")
+    monkeypatch.setattr(command, "machine", lambda: "2 cores")
     assert command.main(["gpu.*"]) == 0
     first, second = (json.loads(line)["machine"] for line in capsys.readouterr().out.splitlines())
-    assert first == f"NVIDIA H100 80GB HBM3, {second}"
-    assert second == command.machine()
+    assert (first, second) == ("NVIDIA H100 80GB HBM3, 2 cores", "2 cores")
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from persia import batching
 from persia.errors import ConfigError, StoreError
 from persia.modes import Sync
-from persia.nn.owned_rows import OwnedRows, OwnershipRule, Unwritten
+from persia.nn.owned_rows import HotRows, OwnershipRule, Unwritten
 from persia.nn.row_access import RowAccess
 from persia.optim import SGD, Adagrad, Adam, Ftrl, RowwiseAdagrad, Schedule
 from persia.schema import AdmitMinFrequency, IdFeature, Schema, Steps, Table
@@ -34,7 +34,8 @@ OPTIMIZERS = [
 class Run:
     """Trains rows of one table in `Sync`, of which a device owns some if it has slots."""
 
-    def __init__(self, optimizer, servers=1, slots=0, rule=PLAIN, bound=0.0):
+    def __init__(self, optimizer, servers=1, slots=0, rule=PLAIN, bound=0.0, device="cpu"):
+        self.device = torch.device(device)
         self.table = Table("t", DIM, optimizer=optimizer, value_bound=bound)
         schema = Schema([IdFeature("t", dim=DIM)], tables=[self.table])
         self.servers = several_servers(servers, schema.resolved_tables(), optimizer, Sync())
@@ -43,7 +44,7 @@ class Run:
         self.step = 0
 
     def fresh(self, slots, rule=PLAIN):
-        return OwnedRows(self.table, self.table.optimizer, self.access, slots, torch.device("cpu"), rule)
+        return HotRows(self.table, self.table.optimizer, self.access, slots, self.device, rule)
 
     def train(self, ids, noise):
         """Makes one step; gradients depend on the rows, so that an old row shows in all later ones."""
@@ -51,12 +52,12 @@ class Run:
             pushed, rest = np.ones(len(ids), bool), self.gradients(torch.from_numpy(self.look_up(ids)), noise)
         else:
             plan = self.owned.plan(ids)
-            batch = self.owned.assemble(plan, torch.from_numpy(self.look_up(ids[plan.missing])))
+            batch = self.owned.assemble(plan, torch.from_numpy(self.look_up(ids[plan.missing])).to(self.device))
             pushed, rest = batch.pushed, self.owned.update(batch, self.gradients(batch.values, noise), self.step)
         owners = batching.owners("t", ids[pushed], self.servers[0].buckets())
         for number, server in enumerate(self.servers):
             own = owners == number
-            gradients = {"t": Gradients(ids[pushed][own], rest.numpy()[own])}
+            gradients = {"t": Gradients(ids[pushed][own], rest.cpu().numpy()[own])}
             server.push(PushHeader(1, 0, self.step + 1, self.step, len(ids)), gradients)
         self.step += 1
 
@@ -69,7 +70,7 @@ class Run:
 
     @staticmethod
     def gradients(rows, noise):
-        return rows * 3 + torch.from_numpy(noise)
+        return rows * 3 + torch.from_numpy(noise).to(rows.device)
 
     def rows(self):
         """Values, state and counts at the parameter servers."""
@@ -238,4 +239,20 @@ def test_tables_whose_rows_cannot_be_owned_are_refused(change):
     table = msgspec.structs.replace(Table("t", DIM), **change)
     access = RowAccess(Schema([IdFeature("t", dim=DIM)]), [])
     with pytest.raises(ConfigError, match=rf"Table\('t'\).{next(iter(change))} = .* cannot be owned"):
-        OwnedRows(table, SGD(0.1), access, 4, torch.device("cpu"))
+        HotRows(table, SGD(0.1), access, 4, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_gpu_owns_rows_as_a_cpu_does(optimizer):
+    """The index, the order of taking slots, and all numbers: no operation rounds twice there either."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    runs = [Run(optimizer, 2, 20, OwnershipRule(1, 4), device=device) for device in ("cpu", "cuda")]
+    for ids, noise in batches(3, 20, odd=True):
+        for run in runs:
+            run.train(ids, noise)
+    assert runs[0].owned.unwritten() == runs[1].owned.unwritten()
+    for run in runs:
+        run.owned.write_back()
+    assert_same(runs[0].rows(), runs[1].rows())

@@ -100,3 +100,23 @@ def test_adam_corrects_rows_with_many_updates_as_the_store_does(updated):
         assert applied.all()
         assert_same(store, ids, (values, state, counts))
     assert int(counts[0]) == min(updated + 4, MOST_UPDATES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_gpu_gives_the_numbers_of_a_cpu(optimizer):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    random = torch.Generator().manual_seed(1)
+    for dim in (3, 128):
+        rules = [RowUpdates(optimizer, 0.4) for _ in range(2)]
+        width = rules[0].state_width(dim)
+        state = torch.rand(100, width, generator=random)
+        rows = [torch.randn(100, dim, generator=random), state, torch.arange(100)]
+        sides = [rows, [tensor.cuda() for tensor in rows]]
+        for step in range(4):
+            gradients = torch.randn(100, dim, generator=random)
+            for number, (rule, side) in enumerate(zip(rules, sides, strict=True)):
+                sides[number] = list(rule.update(gradients.to(side[0].device), *side, step)[:3])
+            for mine, theirs in zip(*sides, strict=True):
+                np.testing.assert_array_equal(mine.numpy(), theirs.cpu().numpy())

@@ -19,7 +19,7 @@ from persia.nn.row_updates import RowUpdates
 from persia.schema import AdmitAll, EmbeddingOptimizer, Table
 from persia.types import BoolArray, Ids, Int64Array, RowState
 
-__all__ = ["OwnedBatch", "OwnedPlan", "OwnedRows", "OwnershipRule", "Unwritten"]
+__all__ = ["HotRows", "OwnedBatch", "OwnedPlan", "OwnershipRule", "Unwritten"]
 
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """Spreads ids over slots (Fibonacci hashing), as the core does for copies of rows."""
@@ -92,7 +92,7 @@ class OwnedBatch:
     rest: Tensor
 
 
-class OwnedRows:
+class HotRows:
     """Rows of a table that a device owns. For one thread, and one batch at a time. Calls block.
 
     For each batch call `plan`, look up the rows that it lacks in training, then `assemble`, and `update` after the

@@ -45,7 +45,7 @@ class UpdatedRows(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What a rule gets: gradients, values and state of rows; the learning rate, float32 `[1]`; new update counts."""
+    """Inputs of a rule: gradients, values and state of rows; the learning rate, float32 `[1]`; new update counts."""
 
     gradients: Tensor
     values: Tensor
