@@ -15,7 +15,7 @@ PRESET=${PRESET:-laptop}
 MEASURES=${MEASURES:-docs/assets/performance/measures.jsonl}
 # Targets, in their order; then old ways against new ones; then all others.
 TABLE="gpu.step_vs_dense_only gpu.dlrm_128_vs_dense_only gpu.ffnn_paper_vs_dense_only gpu.rows_1m_128* gpu.cache_rows gpu.threads"
-WAYS="gpu.pooled_together gpu.compile* gpu.serve*"
+WAYS="gpu.pooled_together gpu.one_thread* gpu.compile* gpu.serve*"
 export PYTHONUNBUFFERED=1 CI=1
 
 site=$(mktemp -d)
