@@ -132,8 +132,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._gradients = GradientCollector(self._transfer, grad_scaler, device, accumulation)
         self._pass: TrainingPass | None = None
         """The current training pass; None outside of one."""
-        self._called_last: PreparedBatch | None = None
-        """The batch that was called last without `prefetch`."""
+        self._called_last: PreparedBatch | None = None  # Without `prefetch`.
         self._push_failure: BaseException | None = None
         self.tracer = self.push_log.tracer
         """Records what the threads of this process do, while a trace is taken."""
@@ -185,7 +184,7 @@ class EmbeddingCollection(torch.nn.Module):
         """Iterates over a loader with rows looked up: as far ahead as the mode allows, in background threads.
 
         In `Sync`, and while the depth of a `Hybrid` is 0, the calling thread looks rows up and pushes gradients as it
-        draws batches, if the rows are in memory of this process: there is nothing to hide.
+        draws batches, if the rows are in memory of this process. `CollectionOptions.one_thread` may decide otherwise.
 
         Args:
             loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included; or
@@ -425,7 +424,8 @@ class EmbeddingCollection(torch.nn.Module):
             context,
             data,
             self._steps,
-            near=self.connection.near and cache is None and self.mode.gate(0, 0),
+            near=self.connection.near and cache is None,
+            one_thread=self.options.one_thread,
             refresh=refresh,
             cache=cache,
             equal_steps=equal_steps,

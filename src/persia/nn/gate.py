@@ -247,6 +247,12 @@ class StalenessGate:
         with self._changed:
             return self._done // self._accumulation
 
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """How many steps may be in flight at the next lookup, and at the use of its batch; None for any number."""
+        with self._changed:
+            return self._limit_at(self._looked_up), self._depth_at(self._looked_up)
+
     def needs(self, lookup: LookupTime) -> int:
         """Returns how many steps of this pass have to be in the rows of a batch when it is used."""
         return max(0, lookup.step - lookup.limit)

@@ -86,13 +86,10 @@ class InlinePass:
         batch = self._read()
         read = time.monotonic()
         try:
-            with self._tracer.span("register"):
-                registered = self._steps.register(batch)
-            self._steps.may_look_up()  # It may, as nothing is in flight. Staleness is counted here.
-            prepared, make_ready = self._steps.look_up(registered)
+            prepared, make_ready = self._look_up(batch)
             make_ready()
         except BaseException as error:
-            error.add_note(f"Raised at the lookup of batch {self.number} of prefetch.")
+            self._name_batch(error)
             raise
         self.number += 1
         self._steps.drawn(-(pushed - began) - (time.monotonic() - read), inline=True)
@@ -105,8 +102,12 @@ class InlinePass:
 
     def await_pushes(self) -> None:
         """Runs the pushes that were handed over. Raises the failure of one, also of an earlier one."""
+        self._push_until(0)
+
+    def _push_until(self, left: int) -> None:
+        """Runs pushes until at most `left` are left; see `await_pushes`."""
         with _uninterrupted():
-            while self._pushes and self.push_failure is None:
+            while len(self._pushes) > left and self.push_failure is None:
                 try:
                     self._pushes[0]()
                     self._pushes.popleft()
@@ -133,6 +134,17 @@ class InlinePass:
         self._pushes.clear()
         if last:
             self._steps.close()
+
+    def _look_up(self, batch: object) -> tuple[PreparedBatch, Callable[[], None]]:
+        """Registers a batch and looks it up. Its lookup has to be allowed, as nobody else pushes."""
+        with self._tracer.span("register"):
+            registered = self._steps.register(batch)
+        self._steps.may_look_up()  # Staleness is counted here.
+        return self._steps.look_up(registered)
+
+    def _name_batch(self, error: BaseException) -> None:
+        """Adds the number of the batch to an error of its lookup."""
+        error.add_note(f"Raised at the lookup of batch {self.number} of prefetch.")
 
     def _read(self) -> object:
         while True:

@@ -48,7 +48,8 @@ def refreshes(mode: Mode, schema: Schema, near: bool, options: CollectionOptions
     Args:
         mode: of the training.
         schema: of the batches.
-        near: whether all rows are in memory of this process, where such modes have nothing to hide.
+        near: whether all rows are in memory of this process, where such modes have nothing to hide, unless the training
+            thread looks rows up while a device computes.
         options: of the collection.
     """
     tables = schema.resolved_tables()
@@ -58,7 +59,8 @@ def refreshes(mode: Mode, schema: Schema, near: bool, options: CollectionOptions
     )
     asynchronous = mode.dense() is Dense.SERVER
     exact = mode.initial_depth() == 0 and not asynchronous
-    if not mode.refresh or (exact and not plain) or (near and (exact or asynchronous)):
+    hidden = not near or bool(options.one_thread)
+    if not mode.refresh or (exact and not plain) or (exact and not hidden) or (near and asynchronous):
         return None
     return Refresh(tables, mode.lookahead, options.accumulation_steps, exact, not near)
 

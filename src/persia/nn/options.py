@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from persia.checks import MAX_SEED, check_integer, check_number, check_seconds, plain_fields
+from persia.checks import MAX_SEED, check_flag, check_integer, check_number, check_seconds, plain_fields
 from persia.errors import ConfigError
 
 __all__ = ["CollectionOptions", "check_device", "check_gpus"]
@@ -26,6 +26,10 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         timeout: seconds that a wait for a batch, a lookup or a push may take.
         clip_embedding_norm: largest L2 norm of the gradients of all rows of a batch together; None for no clipping.
             Each NN worker clips each of its batches by itself. See the guide on tables.
+        one_thread: whether the thread that trains also looks rows up and pushes gradients, while a GPU computes, with
+            at most one step in flight; False leaves that to other threads. None decides by where rows and network are:
+            one thread where nothing can be hidden, as in `Sync` with rows in memory of this process, else threads. Not
+            for asynchronous modes. See the guide on GPUs.
     """
 
     device: str = "cpu"
@@ -33,6 +37,7 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     accumulation_steps: int = 1
     timeout: float = 600.0
     clip_embedding_norm: float | None = None
+    one_thread: bool | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -42,6 +47,8 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         check_seconds("timeout", self.timeout)
         if self.clip_embedding_norm is not None:
             check_number("clip_embedding_norm", self.clip_embedding_norm, 0, open_low=True)
+        if self.one_thread is not None:
+            check_flag("one_thread", self.one_thread)
 
 
 def check_device(name: str) -> None:

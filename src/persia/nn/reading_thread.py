@@ -64,6 +64,11 @@ class ReadingThread:
         self._thread = threading.Thread(target=self._run, name="persia-read", daemon=True)
         self._thread.start()
 
+    @property
+    def ready(self) -> int:
+        """Number of batches, or errors, that `next` returns without waiting."""
+        return len(self._read)
+
     def next(self, timeout: float | None = None) -> Read:
         """Returns the next batch, or the loader's error. Blocks, at most `timeout` seconds.
 

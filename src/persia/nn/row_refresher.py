@@ -16,7 +16,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import Ready
 from persia.retry import Deadline
 
-__all__ = ["RowRefresher"]
+__all__ = ["RefreshAtUse", "RowRefresher"]
 
 FAILURE_POLL = 0.2
 """Seconds between two looks at pushes, which may have failed, by a `take` that waits for them."""
@@ -198,3 +198,43 @@ class RowRefresher:
             with self._changed:
                 self._failure, self._writing = error, None
                 self._changed.notify_all()
+
+
+class RefreshAtUse:
+    """Refreshes the rows of a batch when it is used, in the training thread; has the interface of `RowRefresher`.
+
+    Args:
+        refresh: reads the rows of a batch that have changed; returns the function that overwrites them.
+        applied: returns the number of steps of this pass whose pushes have returned.
+
+    Attributes:
+        eager: False, as rows are refreshed once.
+    """
+
+    eager = False
+
+    def __init__(self, refresh: Callable[[PreparedBatch], Ready], applied: Callable[[], int]) -> None:
+        self._refresh = refresh
+        self._applied = applied
+
+    def offer(self, batch: PreparedBatch) -> None:
+        """No-op: the batch is used next."""
+
+    def pushed(self) -> None:
+        """No-op: pushes return before a batch is used."""
+
+    def take(self, batch: PreparedBatch, least: int) -> float:
+        """Refreshes a batch if steps were applied since its lookup. Blocks. Returns 0: it does not wait for pushes."""
+        applied = self._applied()
+        assert applied >= least
+        if batch.current_to < applied:
+            self._refresh(batch)()
+            batch.current_to = applied
+        batch.finish_refresh()
+        return 0.0
+
+    def close(self) -> None:
+        """No-op: there is no thread."""
+
+    def join(self) -> None:
+        """No-op: there is no thread."""

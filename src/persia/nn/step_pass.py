@@ -11,7 +11,8 @@ Each batch goes through these methods of :class:`StepPass` and its base from top
 6. the push of `StepPushes`: the gradients of the step go to the PSs, which opens the gate for a later batch.
 
 Persia, Algorithm 1 and section 4.1, has the algorithm. A lookup thread runs 1 to 3, a push thread 6; at depth 0, with
-rows in memory of this process, the training thread runs all of them.
+rows in memory of this process, the training thread runs all of them. So it does with `CollectionOptions.one_thread`, in
+another order: see `overlapped_pass.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from collections.abc import Callable, Sequence
 from persia.errors import PersiaError
 from persia.nn.batch_counts import BatchCounts
 from persia.nn.gate import LookupTime, StalenessGate
+from persia.nn.inline_pass import InlinePass
 from persia.nn.lookahead import Refresh, crowded
+from persia.nn.overlapped_pass import MOST_IN_FLIGHT, InFlight, OverlappedPass
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import Gradient, PushLog
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_cache import RowCache
-from persia.nn.row_refresher import RowRefresher
+from persia.nn.row_refresher import RefreshAtUse, RowRefresher
 from persia.nn.staging import Ready
 from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
 from persia.nn.transfer import Encoded
@@ -52,6 +55,7 @@ class StepPass(TrainingPass):
         data: what is read.
         steps: groups gradients by global step.
         near: whether lookups and pushes at depth 0 may run in the training thread.
+        one_thread: whether they run there at any depth, next to a device, or never; None leaves it to `near`.
         refresh: how rows that were looked up ahead are brought up to date; None leaves them as they were looked up.
         cache: copies of rows on the device; None without.
         equal_steps: the replicas of the network, which make the same number of steps; None if they are not known.
@@ -65,23 +69,30 @@ class StepPass(TrainingPass):
         steps: StepPushes,
         *,
         near: bool,
+        one_thread: bool | None,
         refresh: Refresh | None,
         cache: RowCache | None,
         equal_steps: EqualSteps | None,
         counts: BatchCounts | None,
     ) -> None:
         self._steps = steps
-        self._near = near
+        possible = context.gate.mode.gate(0, 0)  # With nothing in flight a lookup never waits.
+        self._near = near and possible
+        self._one_thread = one_thread and possible
         self._cache = cache
         self._gate = gate = context.gate
-        self._refresher: RowRefresher | None = None
+        self._refresher: RowRefresher | RefreshAtUse | None = None
         self._refresh = refresh
         self._applied_at_use = 0
         """Steps that were applied when the last batch was used: the next batch has their updates."""
         self._use_wait = 0.0
         """Seconds for which the last draw waited until rows were current."""
         gate.refreshing, gate.lookahead = refresh is not None, 0 if refresh is None else refresh.lookahead
-        if refresh is not None:
+        if self._one_thread:
+            gate.lookahead = min(gate.lookahead, MOST_IN_FLIGHT)
+        if refresh is not None and self._one_thread:
+            self._refresher = RefreshAtUse(context.lookup.refresh, lambda: gate.applied)
+        elif refresh is not None:
             self._refresher = RowRefresher(
                 context.lookup.refresh,
                 lambda: gate.applied,
@@ -90,6 +101,7 @@ class StepPass(TrainingPass):
                 data.idle,
                 eager=not refresh.exact,
             )
+        if self._refresher is not None:
             gate.on_applied = self._refresher.pushed
         self._number = data.start + context.log.connection.rank
         """Number of the next batch that is looked up."""
@@ -104,11 +116,15 @@ class StepPass(TrainingPass):
         """Waits at the gate."""
         return self._gate.pass_lookup()
 
+    def in_flight(self) -> InFlight:
+        """Returns how many steps may be in flight next, where the training thread looks up and pushes."""
+        return InFlight(*(MOST_IN_FLIGHT if n is None else min(n, MOST_IN_FLIGHT) for n in self._gate.limits))
+
     def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
         """Looks up and numbers a batch."""
         moment, gate = self._gate.last_lookup, self._gate
         workers = self._log.connection.nn_workers
-        refresher = self._refresher if self.ahead else None
+        refresher = self._refresher if self._refreshes(moment) else None
         # If hardly an update is missing, its rows may be used as they are.
         final = refresher is None or moment.applied >= moment.step - int(refresher.eager)
         prepared, make_ready = self._lookup.look_up(
@@ -122,6 +138,8 @@ class StepPass(TrainingPass):
             dummy_rows=self.rows_of_dummy,
         )
         prepared.number, self._number = self._number, self._number + workers
+        if not prepared.dummy and (refresher is not None or self._one_thread):
+            self._limit_lookahead(prepared)
         if refresher is None or prepared.dummy:
             if gate.refreshing:
                 gate.used(moment, moment.step if prepared.dummy else moment.applied)
@@ -132,7 +150,6 @@ class StepPass(TrainingPass):
             prepared.current_to = NOT_CURRENT
             if prepared.needs_step <= moment.applied:
                 prepared.needs_step = NOT_CURRENT
-        self._limit_lookahead(prepared)
         refresher.offer(prepared)
 
         def use() -> None:
@@ -142,6 +159,10 @@ class StepPass(TrainingPass):
             gate.used(moment, prepared.current_to)
 
         return prepared, use
+
+    def _refreshes(self, moment: LookupTime) -> bool:
+        """Returns whether the rows of a batch that is looked up now may be refreshed."""
+        return moment.in_flight > moment.limit if self._one_thread else self.ahead
 
     def _recent(self, moment: LookupTime) -> int:
         """Returns of how many batches before one that is looked up now the rows may be left out of it."""
@@ -222,7 +243,13 @@ class StepPass(TrainingPass):
         return MOST_PUSHES if self._steps.combined else 1
 
     def _wants_ahead(self) -> bool:
-        return not self._near or self._gate.ahead
+        return not self._one_thread if self._one_thread is not None else not self._near or self._gate.ahead
+
+    def _runner_in_this_thread(self, number: int) -> InlinePass:
+        if not self._one_thread:
+            return super()._runner_in_this_thread(number)
+        data, timeout, tracer = self._data, self._context.timeout, self._log.tracer
+        return OverlappedPass(self, self._reading, timeout, tracer, data.endless, number, data.idle)
 
 
 class StepPushes:

@@ -314,7 +314,7 @@ class TrainingPass(ABC):
         """Begins to look up batches from a number on, and to push their gradients."""
         data, timeout, tracer = self._data, self._context.timeout, self._log.tracer
         if not ahead:
-            self._runner = InlinePass(self, self._reading, timeout, tracer, data.endless, number, data.idle)
+            self._runner = self._runner_in_this_thread(number)
             return
         threads = PassThreads(
             self,
@@ -328,6 +328,10 @@ class TrainingPass(ABC):
         )
         self._runner = threads  # The threads use it.
         threads.start()
+
+    def _runner_in_this_thread(self, number: int) -> InlinePass:
+        data, timeout, tracer = self._data, self._context.timeout, self._log.tracer
+        return InlinePass(self, self._reading, timeout, tracer, data.endless, number, data.idle)
 
     def _change_runner(self, *, ahead: bool) -> None:
         """Goes on in threads, or without, with nothing in flight. Raises the failure of a push."""

@@ -131,6 +131,7 @@ def assemble(
             options.accumulation_steps,
             options.timeout,
             options.clip_embedding_norm,
+            options.one_thread,
         ),
     )
     _connect_replicas(network, embeddings, staging.device, options.timeout)

@@ -56,6 +56,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         clip_norm: largest global norm of the dense gradient; None for no clipping.
         clip_embedding_norm: largest L2 norm of the gradients of all rows of a batch together; None for no clipping.
             See `CollectionOptions`; `clip_row_norm` of an embedding optimizer bounds each row.
+        one_thread: whether the thread that trains also looks rows up and pushes gradients, while a GPU computes: see
+            `CollectionOptions`. Not for asynchronous modes.
         schedule: learning-rate factor of the dense optimizer by global step; steps that overflow in fp16 do not count.
         checkpoint_dir: where checkpoints go; None for none.
         checkpoint_every_steps: global steps between two checkpoints during `fit`; None for no such interval. They are
@@ -137,6 +139,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clip_embedding_norm: float | None = None
     compile: CompileMode | None = None
     retrieval_leave_out: list[str] = msgspec.field(default_factory=list)
+    one_thread: bool | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -178,6 +181,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_number("checkpoint_share", self.checkpoint_share, 0, 1, open_low=True)
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, 0, open_low=True)
+        if self.one_thread is not None:
+            check_flag("one_thread", self.one_thread)
         if self.clip_embedding_norm is not None:
             check_number("clip_embedding_norm", self.clip_embedding_norm, 0, open_low=True)
         if self.record_dir is not None and self.accumulation_steps > 1:
@@ -265,6 +270,12 @@ def check_dense_servers(options: TrainerOptions, mode: str) -> None:
             f'precision = "fp16" does not go with the mode {mode}: the loss scale would follow a step that is made '
             'elsewhere. Use "bf16" or "float32".',
             field="precision",
+        )
+    if options.one_thread:
+        raise ConfigError(
+            f"one_thread = true does not go with the mode {mode}, whose lookups wait for tokens in threads of their "
+            "own. Leave it out, or use a synchronous mode.",
+            field="one_thread",
         )
     if options.compile == "reduce-overhead":
         raise ConfigError(

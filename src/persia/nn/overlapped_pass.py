@@ -1,0 +1,110 @@
+"""Looks rows up and pushes their gradients in the training thread, while a device computes (docs/decisions/0039).
+
+A device overlaps with the thread that launches its work: once the kernels of a step are launched, the thread has time
+for the rows of other steps, and no other thread of Python holds up its next launch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from persia.nn.inline_pass import InlinePass
+from persia.nn.pass_threads import PassSteps
+from persia.nn.prepared import PreparedBatch
+from persia.nn.reading_thread import ReadingThread
+from persia.telemetry.tracing import Tracer
+
+__all__ = ["MOST_IN_FLIGHT", "InFlight", "OverlappedPass", "OverlappedSteps"]
+
+MOST_IN_FLIGHT = 1
+"""Maximum number of steps whose gradients are not applied at a lookup: the one that the device computes meanwhile."""
+
+
+class InFlight(NamedTuple):
+    """How many steps may be in flight, that is, without applied gradients.
+
+    Attributes:
+        at_lookup: when the rows of the next batch are looked up.
+        at_use: when the network gets them.
+    """
+
+    at_lookup: int
+    at_use: int
+
+
+class OverlappedSteps(PassSteps, Protocol):
+    """Steps of a pass that also say how far the training thread may run ahead of the device."""
+
+    def in_flight(self) -> InFlight:
+        """Returns how many steps may be in flight at the next lookup, and at the use of its batch."""
+
+
+class OverlappedPass(InlinePass):
+    """Runs a pass over a loader without threads that look up or push, next to a device. For the training thread.
+
+    The draw of batch s + 1 comes when forward and backward pass of step s are launched. With staleness, it
+
+    1. pushes the gradients of step s - 1, which are on the host, or will be before the device begins with step s;
+    2. looks up batch s + 1, while the device computes step s. Its rows lack that step only.
+
+    So the device has the next step before it has finished this one. Without staleness, as in `Sync`, it
+
+    1. finds the rows of batch s + 1, while the device computes step s;
+    2. waits for the gradients of step s, and pushes them;
+    3. reads the rows again that this push has changed.
+
+    The order does not depend on any time, and so neither do the bits: they are those of `Sync`, or those of `Hybrid(1)`
+    if each lookup comes just before the push of the step before.
+
+    Args:
+        steps: what is done with each batch.
+        reading: see `InlinePass`, as for the others.
+        timeout: seconds that the loader may take for a batch.
+        tracer: records what a draw does.
+        endless: whether the loader may be idle for any time. Nothing is left in flight meanwhile.
+        number: of the first batch within the pass.
+        idle: called now and then by a draw that waits for the loader; None for no calls.
+    """
+
+    def __init__(
+        self,
+        steps: OverlappedSteps,
+        reading: ReadingThread,
+        timeout: float,
+        tracer: Tracer | None = None,
+        endless: bool = False,
+        number: int = 0,
+        idle: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(steps, reading, timeout, tracer, endless, number, idle)
+        self._in_flight = steps.in_flight
+
+    def draw(self) -> PreparedBatch:
+        """Returns the next batch; see `InlinePass.draw`."""
+        began = time.monotonic()
+        at_lookup, at_use = self._in_flight()
+        self._push_until(at_lookup)
+        if self._endless and not self._reading.ready:
+            self._push_until(0)  # Those who read rows need not wait for a batch that may never come.
+        pushed = time.monotonic()
+        batch = self._read()
+        try:
+            prepared, make_ready = self._look_up(batch)
+        except BaseException as error:
+            self._name_batch(error)
+            raise
+        looked_up = time.monotonic()
+        self._push_until(at_use)
+        try:
+            make_ready()
+        except BaseException as error:
+            self._name_batch(error)
+            raise
+        self.number += 1
+        if at_use:
+            self._steps.drawn(0.0, inline=False)  # What the thread waited for is the device, which does not idle.
+        else:
+            self._steps.drawn(-(pushed - began) - (time.monotonic() - looked_up), inline=True)
+        return prepared
