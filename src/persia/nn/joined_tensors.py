@@ -1,12 +1,51 @@
-"""Tensors that lie one behind the other in one storage, taken as one: on a GPU each operation is a kernel."""
+"""Tensors that lie one behind the other in one storage, taken as one: on a GPU each operation is a kernel.
+
+The thread that launches them holds the interpreter, and so does the one that cuts a tensor into parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-__all__ = ["joined", "of_one_width", "together"]
+__all__ = ["JoinedTensors", "joined", "of_one_width", "together"]
+
+
+class JoinedTensors(Mapping[str, torch.Tensor]):
+    """Tensors `[n, width]` by name, one behind the other in one tensor; read-only.
+
+    Args:
+        names: distinct names.
+        counts: n of each tensor.
+        widths: of each tensor.
+        flat: all values, `[sum of n * width]`.
+    """
+
+    __slots__ = ("_by_name", "counts", "flat", "names", "widths")
+
+    def __init__(self, names: Sequence[str], counts: Sequence[int], widths: Sequence[int], flat: torch.Tensor) -> None:
+        self.names = names
+        self.counts = counts
+        self.widths = widths
+        self.flat = flat
+        self._by_name: dict[str, torch.Tensor] | None = None  # Created by the first access by name.
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        if self._by_name is None:
+            parts = self.flat.split([count * width for count, width in zip(self.counts, self.widths, strict=True)])
+            shapes = zip(self.names, parts, self.counts, self.widths, strict=True)
+            self._by_name = {name: part.view(count, width) for name, part, count, width in shapes}
+        return self._by_name
 
 
 def of_one_width(rows: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from persia.nn.joined_tensors import JoinedTensors
 from persia.nn.pooling_plan import GroupPlan
 from persia.nn.row_groups import RowGroup
 from persia.nn.torch_pooling import SequenceEmbedding
@@ -191,13 +192,16 @@ class PooledTogether:
     @torch.no_grad()
     def take_gradients(
         self, of_rows: Mapping[str, torch.Tensor], factor: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
+    ) -> Mapping[str, torch.Tensor]:
         """Takes the gradients of the rows, by table: of the tables that took part in the loss. None come later.
 
         Args:
             of_rows: gradients of rows that the loss has used directly, by table; added to the others.
             factor: float32 `[]`, what all of them are multiplied by; None for 1.
         """
+        whole = None if of_rows else self._take_whole(factor)
+        if whole is not None:
+            return whole
         sums, taken = self._sums, dict[str, torch.Tensor]()
         for group, part in zip(self._trained, sums.parts, strict=bool(sums.parts)):
             by_table = zip(group.plan.layout.tables, part.split(group.plan.layout.counts), strict=True)
@@ -212,9 +216,24 @@ class PooledTogether:
         if factor is not None:
             for gradient in apart:
                 gradient.mul_(factor)
-        sums.close()
-        self.leaf.grad = None
+        self._close()
         return taken
+
+    def _take_whole(self, factor: torch.Tensor | None) -> JoinedTensors | None:
+        """Takes all gradients as they are to be sent, in one piece; None if a table took no part in the loss."""
+        flat, layouts = self._sums.flat, [group.plan.layout for group in self._trained]
+        names = [name for layout in layouts for name in layout.tables]
+        if flat is None or not self._sums.tables.issuperset(names):
+            return None
+        if factor is not None:
+            flat.mul_(factor)
+        self._close()
+        counts = [count for layout in layouts for count in layout.counts]
+        return JoinedTensors(names, counts, [layout.dim for layout in layouts for _ in layout.tables], flat)
+
+    def _close(self) -> None:
+        self._sums.close()
+        self.leaf.grad = None
 
 
 class _PoolTogether(torch.autograd.Function):

@@ -106,7 +106,7 @@ def plan_group(layout: GroupLayout, features: Mapping[str, PooledFeature], index
 
 
 def _pooled(index: Inverse, offsets: Int64Array | None, pooling: Pooling, weights: Floats | None) -> _Bags:
-    counts = None if offsets is None else np.diff(offsets)
+    counts = None if offsets is None else offsets[1:] - offsets[:-1]
     bags = len(index) if counts is None else len(counts)
     if weights is None:
         divisors = None if counts is None or pooling == "sum" else np.maximum(counts, 1).astype(np.float64)
@@ -139,22 +139,16 @@ def _sequence(index: Inverse, offsets: Int64Array | None, most: int) -> _Bags:
 
 
 def _places(made: list[_Bags], first: list[int]) -> Int32Array:
-    places = np.empty(sum(len(bags.inverse) for bags in made), np.int32)
-    end = 0
-    for bags, start in zip(made, first, strict=True):
-        begin, end = end, end + len(bags.inverse)
-        np.add(bags.inverse, start, out=places[begin:end], dtype=np.int32, casting="unsafe")
+    places = np.concatenate([bags.inverse for bags in made], dtype=np.int32, casting="unsafe")
+    places += np.repeat(np.array(first, np.int32), [len(bags.inverse) for bags in made])
     return places
 
 
 def _ends(made: list[_Bags]) -> Int32Array:
-    counts = np.ones(1 + sum(bags.bags for bags in made), np.int32)
-    counts[0], end = 0, 1
-    for bags in made:
-        begin, end = end, end + bags.bags
-        if bags.counts is not None:
-            counts[begin:end] = bags.counts
-    return np.cumsum(counts, dtype=np.int32)
+    counts = [np.ones(bags.bags, np.int64) if bags.counts is None else bags.counts for bags in made]
+    ends = np.zeros(1 + sum(bags.bags for bags in made), np.int32)
+    np.cumsum(np.concatenate(counts), dtype=np.int32, out=ends[1:])
+    return ends
 
 
 def _joined(parts: list[Any], counts: list[int]) -> Floats:

@@ -14,7 +14,7 @@ from persia import batching
 from persia.batching.batch import Batch
 from persia.dense.torch_threads import shorten_spinning
 from persia.nn.clipping import clipped, clipped_tensors
-from persia.nn.joined_tensors import joined, of_one_width, together
+from persia.nn.joined_tensors import JoinedTensors, joined, of_one_width, together
 from persia.nn.pooled_together import FeatureGroup, PooledTogether
 from persia.nn.pooling import Expander, PooledAhead
 from persia.nn.pooling_plan import FeatureIndex, plan_group
@@ -304,11 +304,14 @@ class Transfer:
             return lambda: encoded(nothing, compressed)
         if self._clip_norm is not None:
             gradients = clipped_tensors(gradients, self._clip_norm)
-        names, counts = list(gradients), [len(rows) for rows in gradients.values()]
-        widths = [rows.shape[1] for rows in gradients.values()]
-
+        if isinstance(gradients, JoinedTensors):
+            names, counts, widths = list(gradients.names), list(gradients.counts), list(gradients.widths)
+        else:
+            names, counts = list(gradients), [len(rows) for rows in gradients.values()]
+            widths = [rows.shape[1] for rows in gradients.values()]
         if not compressed or self._on_host:
-            plain = self._staging.to_host({"rows": joined(list(gradients.values()))})
+            whole = gradients.flat if isinstance(gradients, JoinedTensors) else joined(list(gradients.values()))
+            plain = self._staging.to_host({"rows": whole})
 
             def arrived() -> Encoded:
                 rows = Packed(names, counts, cast("NDArray[np.float32]", plain()["rows"]), widths)
@@ -369,15 +372,22 @@ class _DeviceRows:
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Makes the groups from the arrays on the device, in its current stream."""
-        scales = None if self._lookup.scales is None else unpacked(tensors["scales"], self._lookup.scales)
-        rows = decode_tensors(unpacked(tensors["rows"], self._lookup.rows), scales, self._tables)
-        if self._cached is not None:
-            rows = self._cached.assemble(rows, unpacked(tensors["places"].long(), self._cached.places))
-        for number, layout in enumerate(self.layouts):
-            values = together([rows[name] for name in layout.tables])
+        for number, (layout, values) in enumerate(zip(self.layouts, self._values(tensors), strict=True)):
             if self._included is not None:
                 values = values.new_zeros(layout.rows, layout.dim).index_copy_(0, tensors[f"included/{number}"], values)
             self.groups.append(RowGroup(layout, values))
+
+    def _values(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the rows of each group, `[rows, dim]`."""
+        packed, scales = self._lookup.rows, self._lookup.scales
+        plain = scales is None and self._cached is None
+        if plain and len(self.layouts) == 1 and all(self._tables[name].dtype == "float32" for name in packed.names):
+            return [tensors["rows"].view(-1, self.layouts[0].dim)]  # Not cut by table.
+        factors = None if scales is None else unpacked(tensors["scales"], scales)
+        rows = decode_tensors(unpacked(tensors["rows"], packed), factors, self._tables)
+        if self._cached is not None:
+            rows = self._cached.assemble(rows, unpacked(tensors["places"].long(), self._cached.places))
+        return [together([rows[name] for name in layout.tables]) for layout in self.layouts]
 
 
 def _pooled_features(lookup: LookedUp) -> list[str]:

@@ -224,7 +224,7 @@ class LookedUp(NamedTuple):
     @property
     def inverse(self) -> dict[str, Inverse]:
         """`narrow` and `wide` together."""
-        return {**self.narrow, **self.wide}
+        return dict(self.narrow.items()) | dict(self.wide.items())  # Views are made at once, not by name.
 
 
 class Contribution(NamedTuple):
