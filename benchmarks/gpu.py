@@ -7,8 +7,9 @@ the CPU that go the way of a GPU. The work is `benchmarks/step.py`'s, or a large
 are in the memory of the GPU, so `*vs_torch` says what it costs to keep rows where there is room for any number of them;
 `*vs_dense_only` says how much of that the prefetching hides.
 
-The others compare two ways of persia in one process, which train in turn. `gpu.pooled_together` compares with features
-that are pooled one by one, `gpu.compile*` with a network that is not compiled, `gpu.copy_overlap` with copies that
+The others compare two ways of persia in one process, which train in turn. `gpu.one_thread*` compares lookups and pushes
+in the thread that trains with those in threads of their own, and in Sync with lookups after the push;
+`gpu.pooled_together` compares with features that are pooled one by one, `gpu.compile*` with a network that is not compiled, `gpu.copy_overlap` with copies that
 wait, `gpu.fp16_wire` with rows that cross as float32, `gpu.bf16_rows*` with rows that are stored as float32, and
 `gpu.cache_rows` with a step without copies of rows on the device.
 
@@ -34,7 +35,7 @@ from benchmarks.step import FIRST, WORK, Make, Persia, compared
 from benchmarks.step_dispatches import go_the_way_of_a_gpu
 from persia import Batch, IdColumn, IdFeature, Schema, Table
 from persia.batching import default_threads
-from persia.modes import Hybrid, Mode
+from persia.modes import Hybrid, Mode, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.compiled_training import CompileMode
 from persia.nn.models import DLRM, FFNN
@@ -142,6 +143,21 @@ def compressing(work: Workload, data: list[Samples]) -> Persia:
 def narrow(work: Workload, data: list[Samples]) -> Persia:
     """The same with rows of bfloat16, which are widened on the device."""
     return of_device(Persia(work, data, ADAGRAD, dtype="bfloat16"))
+
+
+def one_thread(work: Workload, data: list[Samples]) -> Persia:
+    """The same without threads that look up and push: one step in flight."""
+    return of_device(Persia(work, data, ADAGRAD, one_thread=True))
+
+
+def in_sync(work: Workload, data: list[Samples]) -> Persia:
+    """The same in Sync: the thread that trains looks up after it has pushed."""
+    return of_device(Persia(work, data, ADAGRAD, mode=Sync()))
+
+
+def one_thread_in_sync(work: Workload, data: list[Samples]) -> Persia:
+    """The same in Sync: it looks up while the GPU computes, and reads again what a push has changed."""
+    return of_device(Persia(work, data, ADAGRAD, mode=Sync(), one_thread=True))
 
 
 def blocking(work: Workload, data: list[Samples]) -> Persia:
@@ -290,6 +306,21 @@ def compile_graphs(preset: str) -> runner.Measure | None:
 @runner.measures("gpu.copy_overlap")
 def copy_overlap(preset: str) -> runner.Measure | None:
     return on_gpu("gpu.copy_overlap", preset, persia, blocking)
+
+
+@runner.measures("gpu.one_thread")
+def one_thread_vs_threads(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.one_thread", preset, one_thread, persia)
+
+
+@runner.measures("gpu.one_thread_dlrm_128")
+def one_thread_dlrm(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.one_thread_dlrm_128", preset, one_thread, persia, dlrm)
+
+
+@runner.measures("gpu.one_thread_sync")
+def one_thread_sync(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.one_thread_sync", preset, one_thread_in_sync, in_sync)
 
 
 @runner.measures("gpu.fp16_wire")

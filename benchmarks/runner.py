@@ -41,8 +41,8 @@ __all__ = [
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "features", "checkpoint", "checkpoint_parallel",
-    "rpc", "step", "step_dispatches", "compiled_step", "sync", "gpu", "gpu_rows", "gpu_serve", "reuse",
-    "profile_step", "globo", "quality",
+    "rpc", "step", "step_dispatches", "compiled_step", "sync", "gpu", "gpu_rows", "gpu_serve", "gpu_threads",
+    "reuse", "profile_step", "globo", "quality",
     "row_dtypes", "defaults", "modes", "modes_figures", "fresh", "fresh_rows", "paper_arrival", "paper_fresh",
     "paper_gba", "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "buckets", "clients",
     "several_hosts", "hosts", "chaos", "roles", "cluster", "driver", "recovery", "ssd", "ssd_rates", "plan",

@@ -52,6 +52,7 @@ class Persia(Variant):
         cluster: Cluster | None = None,
         dtype: Dtype = "float32",
         mode: Mode = Hybrid(4, warmup=0),  # noqa: B008 - frozen
+        one_thread: bool | None = None,
     ) -> None:
         super().__init__(work, data)
         names = [f"f{i}" for i in range(work.features)]
@@ -62,7 +63,7 @@ class Persia(Variant):
             optimizer=optimizer,
             mode=mode,
             cluster=cluster,
-            options=CollectionOptions(work.device),
+            options=CollectionOptions(work.device, one_thread=one_thread),
         )
         batches = [
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Workload, generate
 
-from benchmarks import gpu, gpu_rows, runner, step
+from benchmarks import gpu, gpu_rows, gpu_threads, runner, step
 
 WORK = Workload(features=3, dim=8, rows=200, batch=32, dense=2, batches=4)
 
@@ -38,6 +38,9 @@ def gradients(make, steps=1):
         (gpu.one_by_one, 1e-6),
         (gpu.cached, 1e-6),
         (gpu.uncached, 1e-6),
+        (gpu.one_thread, 1e-6),
+        (gpu.in_sync, 1e-6),
+        (gpu.one_thread_in_sync, 1e-6),
     ],
 )
 def test_the_way_of_the_rows_does_not_change_what_is_learned(make, tolerance):
@@ -49,6 +52,25 @@ def test_the_way_of_the_rows_does_not_change_what_is_learned(make, tolerance):
 def test_each_variant_trains_each_network():
     for make in (gpu.persia, Plain, DenseOnly):
         assert all(np.isfinite(values).all() for values in gradients(gpu.with_model(make, gpu.dlrm), 3))
+
+
+def test_one_thread_is_compared_with_threads():
+    threads = [gpu.persia, gpu.in_sync]
+    made = [make(WORK, generate(WORK)) for make in (gpu.one_thread, gpu.one_thread_in_sync, *threads)]
+    assert [variant.embeddings.options.one_thread for variant in made] == [True, True, None, None]
+    for variant in made:
+        variant.close()
+
+
+def test_parts_of_a_batch_are_profiled_by_the_number_of_threads(monkeypatch):
+    small = gpu_threads.Scale(WORK, 1, 1)
+    monkeypatch.setitem(gpu_threads.SCALES, "smoke", small)
+    found = gpu_threads.by_threads("smoke", "cpu")
+    of_one = found.details["by_threads"][1]
+    assert of_one["rows_per_s"] > 0
+    assert {f"{part}_ms" for part in gpu_threads.PARTS} <= of_one["beside_training"].keys() <= of_one.keys()
+    assert found.value == found.details["by_threads"][found.details["threads"]]["rows_per_s"] / of_one["rows_per_s"]
+    assert gpu_threads.steps_by_threads("smoke", "cpu").value > 0
 
 
 def test_two_variants_are_compared(monkeypatch):
