@@ -161,7 +161,7 @@ def check_rows(
         table = tables.get(name)
         if table is None:
             raise _unexpected(name, "there is no such table")
-        expected = words_of(table.dtype, table.dim) * (1 + (halves and table.dtype != "float32"))
+        expected = table.dim if table.dtype == "float32" else words_of(table.dtype, table.dim) * (1 + halves)
         if width != expected:
             raise _unexpected(
                 name, f"a row of {table.dim} {table.dtype} has {expected} values of {rows.buffer.dtype}, not {width}"

@@ -83,6 +83,10 @@ def plan_group(layout: GroupLayout, features: Mapping[str, PooledFeature], index
         return None
     # Sequences of one length together, as one operation cuts them apart.
     own.sort(key=lambda feature: (feature[2] is None, feature[3] or 0 if feature[2] is None else 0))
+    names, places = [name for name, *_ in own], [first[table] for _, table, _, _ in own]
+    if own[-1][2] is not None and not index.offsets and not index.weights:  # Each bag has one id.
+        inverse = [index.inverse[name] for name in names]
+        return GroupPlan(layout, names, [None] * len(own), len(inverse[0]), {"places": _places(inverse, places)})
     made = []
     for name, _, pooling, most in own:
         of_feature = index.inverse[name], index.offsets.get(name)
@@ -90,7 +94,7 @@ def plan_group(layout: GroupLayout, features: Mapping[str, PooledFeature], index
             made.append(_sequence(*of_feature, cast("int", most)))
         else:
             made.append(_pooled(*of_feature, pooling, index.weights.get(name)))
-    arrays: dict[str, NDArray[Any]] = {"places": _places(made, [first[table] for _, table, _, _ in own])}
+    arrays: dict[str, NDArray[Any]] = {"places": _places([bags.inverse for bags in made], places)}
     if any(bags.counts is not None for bags in made):
         arrays["ends"] = _ends(made)
     if any(bags.divisors is not None for bags in made):
@@ -99,10 +103,10 @@ def plan_group(layout: GroupLayout, features: Mapping[str, PooledFeature], index
         arrays["weights"] = _joined([bags.weights for bags in made], [len(bags.inverse) for bags in made])
     if masks := [bags.mask for bags in made if bags.mask is not None]:
         arrays["masks"] = np.concatenate([mask.reshape(-1) for mask in masks])
-    name, _, pooling, most = own[0]
+    _, _, pooling, most = own[0]
     samples = made[0].bags if pooling is not None else made[0].bags // cast("int", most)
     lengths = [None if pooling is not None else most for _, _, pooling, most in own]
-    return GroupPlan(layout, [name for name, *_ in own], lengths, samples, arrays)
+    return GroupPlan(layout, names, lengths, samples, arrays)
 
 
 def _pooled(index: Inverse, offsets: Int64Array | None, pooling: Pooling, weights: Floats | None) -> _Bags:
@@ -138,9 +142,10 @@ def _sequence(index: Inverse, offsets: Int64Array | None, most: int) -> _Bags:
     return _Bags(index, of_positions, mask.size, mask=mask)
 
 
-def _places(made: list[_Bags], first: list[int]) -> Int32Array:
-    places = np.concatenate([bags.inverse for bags in made], dtype=np.int32, casting="unsafe")
-    places += np.repeat(np.array(first, np.int32), [len(bags.inverse) for bags in made])
+def _places(inverse: list[Inverse], first: list[int]) -> Int32Array:
+    """Returns the places of all ids in the group, from those in each table, whose first row has a place, too."""
+    places = np.concatenate(inverse, dtype=np.int32, casting="unsafe")
+    places += np.repeat(np.array(first, np.int32), list(map(len, inverse)))
     return places
 
 

@@ -13,7 +13,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Encoded
 from persia.services import Connection, ReadObserver
 from persia.telemetry.tracing import Tracer
-from persia.types import Contribution, Losses, ReadRecord, UpdateCounts, sum_counts
+from persia.types import Contribution, Losses, ReadRecord, UpdateCounts
 
 __all__ = ["Gradient", "PushCounts", "PushLog"]
 
@@ -76,13 +76,13 @@ class PushLog:
         self.released = 0
         self.observer: ReadObserver | None = None
         self._lock = threading.Lock()  # Of the updates, which several push threads add up.
-        self._updates: dict[str, UpdateCounts] = {}
+        self._updates = UpdateCounts()
         self._lost_batches = 0
         self._lost_rows = 0
 
     def counts(self, lost_gradients: int) -> PushCounts:
         """Returns all counts; the batches whose gradient could not be pushed are counted elsewhere."""
-        total = sum(self._updates.values(), UpdateCounts())
+        total = self._updates
         return PushCounts(
             total.applied,
             total.absent,
@@ -179,5 +179,5 @@ class PushLog:
             contributions: the same, as they were sent.
         """
         with self._lock:
-            self._updates = sum_counts([self._updates, counts])
+            self._updates = UpdateCounts(*map(sum, zip(self._updates, *counts.values(), strict=True)))
         self.non_finite.add(counts, step, [(batch, c) for (batch, _), c in zip(group, contributions, strict=True)])

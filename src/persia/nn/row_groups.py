@@ -72,9 +72,11 @@ def group_layouts(
         tables: by name, at least these.
         frozen: tables that get no gradient.
     """
+    keys = [(tables[name].dim, name in frozen) for name in names]
+    if len(set(keys)) == 1:
+        return [GroupLayout(list(names), list(counts), *keys[0])]
     groups: dict[tuple[int, bool], GroupLayout] = {}
-    for name, count in zip(names, counts, strict=True):
-        key = tables[name].dim, name in frozen
+    for key, name, count in zip(keys, names, counts, strict=True):
         group = groups.setdefault(key, GroupLayout([], [], *key))
         group.tables.append(name)
         group.counts.append(count)

@@ -24,7 +24,7 @@ from persia.nn.row_groups import RowGroup, group_layouts
 from persia.nn.staging import Ready, Staging, nothing_to_do
 from persia.schema import Table
 from persia.schema.pooled_features import pooled_feature
-from persia.types import Floats, FreshRows, Inverse, LookedUp, Packed, RegisteredBatch, WireRows
+from persia.types import Floats, FreshRows, Int64Array, Inverse, LookedUp, Packed, RegisteredBatch, WireRows
 
 __all__ = [
     "Encoded",
@@ -125,6 +125,7 @@ class Transfer:
         self._staging = staging
         self._tables = tables
         self._frozen = frozenset(name for name, table in tables.items() if not table.trainable)
+        self._halves = frozenset(name for name, table in tables.items() if table.dtype != "float32")
         self._on_host = on_host
         self._clip_norm = clip_norm
         self._expander = expander
@@ -180,7 +181,7 @@ class Transfer:
                 looked_up = unpacked(tensors["rows"], plain)
                 rows = cached.assemble(looked_up, unpacked(tensors["places"].long(), cached.places))
         else:
-            on_device = _DeviceRows(lookup, self._tables, self._frozen, included, cached)
+            on_device = _DeviceRows(lookup, self._tables, self._halves, self._frozen, included, cached)
             features = {} if self._expander is None else self._expander.of_pooled(lookup.pooled or ()).features
             plans = [plan_group(layout, features, index) for layout in on_device.layouts]
             arrays.update(on_device.arrays)
@@ -208,7 +209,8 @@ class Transfer:
             if features:
                 tables = {name: table for name, (table, _, _) in features.items()}
                 pooled = PooledTogether(groups, tables, self._staging.device)
-        offsets = {name: index.offsets.get(name) for name in inverse}
+        offsets: dict[str, Int64Array | None] = dict.fromkeys(inverse)
+        offsets.update(index.offsets)
         prepared = PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets)
         prepared.frozen, prepared.pooled = self._frozen, pooled
         prepared.weights, prepared.groups = tensors.get("weights"), tensors.get("groups")
@@ -334,6 +336,7 @@ class _DeviceRows:
     Args:
         lookup: what was found.
         tables: by name.
+        halves: tables with 16-bit rows.
         frozen: tables that get no gradient.
         included: places of the rows that were not left out; None if all are there.
         cached: has the other rows; None without.
@@ -348,12 +351,14 @@ class _DeviceRows:
         self,
         lookup: LookedUp,
         tables: Mapping[str, Table],
+        halves: Set[str],
         frozen: Set[str],
         included: Packed[np.uint32] | None,
         cached: CachePlan | None,
     ) -> None:
         self._lookup = lookup
         self._tables = tables
+        self._halves = halves
         self._included = included
         self._cached = cached
         counts = lookup.rows.counts
@@ -381,7 +386,7 @@ class _DeviceRows:
         """Returns the rows of each group, `[rows, dim]`."""
         packed, scales = self._lookup.rows, self._lookup.scales
         plain = scales is None and self._cached is None
-        if plain and len(self.layouts) == 1 and all(self._tables[name].dtype == "float32" for name in packed.names):
+        if plain and len(self.layouts) == 1 and self._halves.isdisjoint(packed.names):
             return [tensors["rows"].view(-1, self.layouts[0].dim)]  # Not cut by table.
         factors = None if scales is None else unpacked(tensors["scales"], scales)
         rows = decode_tensors(unpacked(tensors["rows"], packed), factors, self._tables)

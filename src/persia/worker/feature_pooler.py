@@ -149,7 +149,7 @@ class FeaturePooler:
 
     def pools(self, gradients: Iterable[str]) -> bool:
         """Returns whether some of these names are of values of pooled features."""
-        return any(name not in self._tables for name in gradients)
+        return not self._tables.keys() >= set(gradients)
 
     def row_gradients(self, batch: RoutedBatch, gradients: Packed[np.float32]) -> Packed[np.float32]:
         """Returns gradients by table: those of values are summed by row, in the order of an NN worker's sums.

@@ -63,7 +63,10 @@ class Router:
 
     def route(self, id_features: Mapping[str, IdColumn]) -> RoutedBatch:
         """Returns the distinct ids of a batch by table, sorted by owner."""
-        columns = {name: _truncated(id_features[name], *limit) for name, limit in self._truncation.items()}
+        columns = {name: id_features[name] for name in self._truncation}
+        for name, (most, last) in self._truncation.items():
+            if most is not None:
+                columns[name] = _truncated(columns[name], most, last)
         return batching.route_batch(self._features, columns, self.buckets, self._pool, self._scratch)
 
     def sort_again(self, batch: RoutedBatch) -> RoutedBatch:
@@ -234,12 +237,12 @@ class Router:
         return PackedGradients.of(gradients)
 
 
-def _truncated(column: IdColumn, most: int | None, last: bool) -> IdColumn:
+def _truncated(column: IdColumn, most: int, last: bool) -> IdColumn:
     """Returns the first or last `most` ids of each sample, with their weights.
 
     Other ids are neither looked up nor admitted.
     """
-    if most is None or column.offsets is None:
+    if column.offsets is None:
         return column
     lengths = np.diff(column.offsets)
     if not len(lengths) or lengths.max() <= most:
