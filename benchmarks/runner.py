@@ -53,7 +53,7 @@ MODULES = (
 )  # fmt: skip
 UNITS = (
     "ratio", "fraction", "s", "rows/s", "calls/s", "tokens/s", "rows", "steps", "bytes", "MB", "bytes/s", "AUC", "loss",
-    "norm", "bool", "states", "violations", "operations",
+    "norm", "bool", "states", "violations", "operations", "calls",
 )  # fmt: skip
 MIN_ROUNDS = 5
 

@@ -1,16 +1,22 @@
-"""How many operations the training thread dispatches for the embeddings of a batch, forward and backward.
+"""How many operations the training thread dispatches for the embeddings of a batch, and how many functions are called.
 
-    python -m benchmarks step.dispatches step.dispatches_of_bags [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'step.dispatches*' 'step.python_calls*' [--preset smoke|laptop|full] [--json FILE]
 
 Each one is a kernel or a view on a GPU, and holds the interpreter while it is launched; their number, not their size,
 decides the time of a small step. They are counted on tensors of the CPU that go the way of a GPU: pooling, the sum of
 gradients by row, and the copy of these from one block. Nothing is timed. A network's own operations do not count.
+
+`step.python_calls*` counts the functions, of Python and native, that Python calls for a batch on the same way: from its
+registration and lookup to the block on the device, forward, backward, and from the block of gradients to the update of
+the rows, all in one thread and one process. Whoever makes them holds the interpreter.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import runner
 from persia import Batch, IdColumn, IdFeature, Schema
-from persia.modes import Hybrid
+from persia.modes import Hybrid, Mode, Sync
 from persia.nn import EmbeddingCollection, SequenceEmbedding
 from persia.nn.staging import CpuStaging, Ready, Then, array_block, block_tensors, nothing_to_do, tensor_block
 from persia.schema import Adagrad
@@ -29,6 +35,8 @@ FEATURES, DIM, IDS = 26, 16, 5
 SIZES = {"smoke": 32, "laptop": 1024, "full": 4096}
 BEFORE = {"single": 43, "sum": 132}
 """Without the copy of the gradients, before features were pooled together (docs/decisions/0036)."""
+CALLS_BEFORE = {1: 2718, IDS: 3174}
+"""By ids per sample, before rows and gradients were left in one piece (docs/decisions/0039)."""
 
 
 class Blocks(CpuStaging):
@@ -81,15 +89,21 @@ def batch_of(size: int, ids: int, seed: int) -> Batch:
     return Batch(columns, np.zeros((size, 0), np.float32), np.zeros((size, 1), np.float32))
 
 
-def dispatched(size: int, pooling: Pooling | None, ids: int, *, on_gpu: bool) -> collections.Counter[str]:
-    """Returns the operations of the last of a few batches of features of one kind."""
+def collection(pooling: Pooling | None, mode: Mode, *, on_gpu: bool) -> EmbeddingCollection:
+    """Returns a collection of features of one kind."""
     most = IDS if pooling is None else None
     schema = Schema(
         [IdFeature(f"f{n}", dim=DIM, pooling=pooling, max_length=most) for n in range(FEATURES)], labels=["click"]
     )
-    embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=Hybrid(2, warmup=0))
+    embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=mode)
     if on_gpu:
         go_the_way_of_a_gpu(embeddings)
+    return embeddings
+
+
+def dispatched(size: int, pooling: Pooling | None, ids: int, *, on_gpu: bool) -> collections.Counter[str]:
+    """Returns the operations of the last of a few batches of features of one kind."""
+    embeddings = collection(pooling, Hybrid(2, warmup=0), on_gpu=on_gpu)
     count = Dispatched()
     for batch in embeddings.prefetch(batch_of(size, ids, seed) for seed in range(3)):
         count = Dispatched()
@@ -130,3 +144,67 @@ def of_single_ids(preset: str) -> runner.Measure:
 def of_bags(preset: str) -> runner.Measure:
     """26 features with several ids per sample."""
     return counted("step.dispatches_of_bags", preset, "sum", IDS, BEFORE["sum"])
+
+
+class Calls:
+    """Counts the functions that the thread calls, by part of a step."""
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """Counts the calls of the block."""
+
+        def called(frame: object, event: str, function: object) -> None:
+            if event in ("call", "c_call"):
+                self.counts[part] += 1
+
+        sys.setprofile(called)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+def called(size: int, ids: int, *, on_gpu: bool) -> collections.Counter[str]:
+    """Returns the calls for the last of a few batches: when it is drawn, which pushes the one before, and trained."""
+    embeddings = collection("sum", Sync(), on_gpu=on_gpu)
+    batches = embeddings.prefetch([batch_of(size, ids, seed) for seed in range(6)])
+    calls = Calls()
+    for _ in range(5):
+        calls = Calls()
+        with calls.of("draw"):
+            batch = next(batches)
+        with calls.of("forward"):
+            found = embeddings(batch)
+        loss = sum(one.values.sum() if isinstance(one, SequenceEmbedding) else one.sum() for one in found.values())
+        assert isinstance(loss, torch.Tensor)
+        with calls.of("backward"):
+            loss.backward()
+    batches.close()
+    return calls.counts
+
+
+def counted_calls(name: str, preset: str, ids: int) -> runner.Measure:
+    """Counts the calls for features with so many ids in each sample."""
+    calls = called(SIZES[preset], ids, on_gpu=True)
+    details = {
+        "features": FEATURES,
+        "before": CALLS_BEFORE[ids],
+        "calls": dict(calls),
+        "native_core": called(SIZES[preset], ids, on_gpu=False).total(),
+    }
+    return runner.Measure(name, calls.total(), "calls", details=details)
+
+
+@runner.measures("step.python_calls")
+def calls_of_single_ids(preset: str) -> runner.Measure:
+    """26 features with one id per sample."""
+    return counted_calls("step.python_calls", preset, 1)
+
+
+@runner.measures("step.python_calls_of_bags")
+def calls_of_bags(preset: str) -> runner.Measure:
+    """26 features with several ids per sample."""
+    return counted_calls("step.python_calls_of_bags", preset, IDS)

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import persia
@@ -22,6 +22,7 @@ from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.overlapped_pass import OverlappedPass
 from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from persia.trainer.options import check_dense_servers
+from support.examples import examples
 from support.staging import BlockStaging, as_on_a_gpu
 from support.waiting import wait_until
 
@@ -235,6 +236,7 @@ def test_in_a_warm_up_the_order_is_that_of_sync_until_the_depth_is_1():
 OPTIMIZERS = [SGD(lr=0.1), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1), Adam(lr=0.01)]
 
 
+@settings(max_examples=examples(30))
 @given(
     st.sampled_from(OPTIMIZERS),
     st.sampled_from(["float32", "bfloat16"]),
