@@ -9,9 +9,9 @@ are in the memory of the GPU, so `*vs_torch` says what it costs to keep rows whe
 
 The others compare two ways of persia in one process, which train in turn. `gpu.one_thread*` compares lookups and pushes
 in the thread that trains with those in threads of their own, and in Sync with lookups after the push;
-`gpu.pooled_together` compares with features that are pooled one by one, `gpu.compile*` with a network that is not compiled, `gpu.copy_overlap` with copies that
-wait, `gpu.fp16_wire` with rows that cross as float32, `gpu.bf16_rows*` with rows that are stored as float32, and
-`gpu.cache_rows` with a step without copies of rows on the device.
+`gpu.pooled_together` compares with features that are pooled one by one, `gpu.compile*` with a network that is not
+compiled, `gpu.copy_overlap` with copies that wait, `gpu.fp16_wire` with rows that cross as float32, `gpu.bf16_rows*`
+with rows that are stored as float32, and `gpu.cache_rows` with a step without copies of rows on the device.
 
 `tests/gpu.sh` says which come first. Rows without a network are in `gpu_rows.py`, a server in `gpu_serve.py`.
 """
