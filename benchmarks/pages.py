@@ -27,6 +27,7 @@ PAGES = tuple(
     for page in (
         "README.md",
         "docs/performance.md",
+        "docs/guide/cluster.md",
         "docs/guide/features.md",
         "docs/guide/sequences.md",
         "docs/guide/targets.md",
