@@ -21,7 +21,6 @@ from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.overlapped_pass import OverlappedPass
 from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
-from persia.testing import Threads
 from persia.trainer.options import check_dense_servers
 from support.examples import examples
 from support.staging import BlockStaging, as_on_a_gpu
@@ -305,37 +304,6 @@ def test_the_bits_are_those_of_threads_with_one_step_in_flight(accumulation, on_
     assert train(threads, data) == losses
     same_rows(threads, overlapped)
     assert threads.staleness == overlapped.staleness
-
-
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(1, warmup=0)])
-def test_two_nn_workers_make_the_same_steps(mode):
-    """Their pushes wait for each other, and one has a batch less. With staleness the order is all that is the same."""
-    found = []
-    for one_thread in (False, True):
-
-        def work(member, one_thread=one_thread):
-            declared = schema()
-            network = persia.nn.models.FFNN(declared, hidden=(4,))
-            for parameter in network.parameters():  # Threads share the random numbers of torch.
-                torch.nn.init.constant_(parameter, 0.1)
-            trainer = persia.Trainer(
-                network,
-                declared,
-                optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
-                embedding_optimizer=SGD(lr=0.1),
-                mode=mode,
-                cluster=member,
-                options=persia.TrainerOptions(device="cpu", progress=False, one_thread=one_thread, timeout=30.0),
-            )
-            trainer.fit(batches(9, declared))
-            return trainer.embeddings.rows("item", np.arange(IDS, dtype=np.uint64)).values, trainer.embeddings.staleness
-
-        found.append(Threads(2, timeout=20.0).run(work))
-    threads, overlapped = found
-    assert [staleness.max for _, staleness in overlapped] == [mode.initial_depth()] * 2
-    if mode == Sync():
-        for (rows, _), (others, _) in zip(threads, overlapped, strict=True):
-            np.testing.assert_array_equal(rows, others)
 
 
 # --- when it is chosen, and how it ends ---------------------------------------------------------------------------

@@ -475,9 +475,10 @@ class EmbeddingCollection(torch.nn.Module):
             self._push(self._steps.skip())
 
     def _await_own_pushes(self) -> None:
-        """Applies gradients that this thread would push with a later draw: whoever reads now expects them."""
-        if self._pass is not None:
-            self._pass.await_own_pushes()
+        """Applies gradients that this thread would push with the next draw: whoever reads now expects them."""
+        current = self._pass
+        if current is not None and not current.ahead:
+            current.await_pushes()
 
     def _needs_trainer(self) -> ConfigError:
         name = type(self.mode).__name__

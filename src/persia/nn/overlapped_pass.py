@@ -28,12 +28,10 @@ class InFlight(NamedTuple):
     Attributes:
         at_lookup: when the rows of the next batch are looked up.
         at_use: when the network gets them.
-        idle: while the loader of a stream has no batch.
     """
 
     at_lookup: int
     at_use: int
-    idle: int
 
 
 class OverlappedSteps(PassSteps, Protocol):
@@ -65,7 +63,7 @@ class OverlappedPass(InlinePass):
         reading: see `InlinePass`, as for the others.
         timeout: seconds that the loader may take for a batch.
         tracer: records what a draw does.
-        endless: whether the loader may be idle for any time; see `InFlight.idle`.
+        endless: whether the loader may be idle for any time. Nothing is left in flight meanwhile.
         number: of the first batch within the pass.
         idle: called now and then by a draw that waits for the loader; None for no calls.
     """
@@ -86,16 +84,12 @@ class OverlappedPass(InlinePass):
     def draw(self) -> PreparedBatch:
         """Returns the next batch; see `InlinePass.draw`."""
         began = time.monotonic()
-        at_lookup, at_use, idle = self._in_flight()
+        at_lookup, at_use = self._in_flight()
         self._push_until(at_lookup)
         if self._endless and not self._reading.ready:
-            self._push_until(idle)  # Those who read rows need not wait for a batch that may never come.
+            self._push_until(0)  # Those who read rows need not wait for a batch that may never come.
         pushed = time.monotonic()
-        try:
-            batch = self._read()
-        except StopIteration:
-            self._push_until(at_use)  # As NN workers that have a batch do, whose pushes may wait for this one.
-            raise
+        batch = self._read()
         try:
             prepared, make_ready = self._look_up(batch)
         except BaseException as error:

@@ -118,14 +118,7 @@ class StepPass(TrainingPass):
 
     def in_flight(self) -> InFlight:
         """Returns how many steps may be in flight next, where the training thread looks up and pushes."""
-        at_lookup, at_use = (MOST_IN_FLIGHT if n is None else min(n, MOST_IN_FLIGHT) for n in self._gate.limits)
-        # A push of one NN worker alone would wait for others, and these for its next batch.
-        return InFlight(at_lookup, at_use, idle=at_lookup if self._steps.combined else 0)
-
-    def await_own_pushes(self) -> None:
-        """Applies what the training thread would push later, unless that would wait for other NN workers."""
-        if not (self._one_thread and self._steps.combined):
-            super().await_own_pushes()
+        return InFlight(*(MOST_IN_FLIGHT if n is None else min(n, MOST_IN_FLIGHT) for n in self._gate.limits))
 
     def look_up(self, batch: RegisteredBatch) -> tuple[PreparedBatch, Ready]:
         """Looks up and numbers a batch."""

@@ -296,11 +296,6 @@ class TrainingPass(ABC):
         """Blocks until the pushes so far have succeeded; see `PassThreads.await_pushes`."""
         self.runner.await_pushes()
 
-    def await_own_pushes(self) -> None:
-        """Applies the gradients that this thread would push with a later draw; no-op if other threads push."""
-        if not self.ahead:
-            self.runner.await_pushes()
-
     def submit(self, push: Push | None) -> None:
         """Makes a push after the pushes before it; no-op without one."""
         if push is not None:
