@@ -151,6 +151,11 @@ def numbers() -> list[int]:
     return [n for n in THREADS if n <= len(os.sched_getaffinity(0))]
 
 
+def gpu_of(device: str) -> str | None:
+    """Returns the name of the device; None of the CPU."""
+    return torch.cuda.get_device_name(0) if device == "cuda" else None
+
+
 def by_threads(preset: str, device: str) -> runner.Measure:
     """Rows/s with the most threads over those with one, with the profile of all numbers."""
     scale, before = SCALES[preset], torch.get_num_threads()
@@ -166,7 +171,12 @@ def by_threads(preset: str, device: str) -> runner.Measure:
         torch.set_num_threads(before)
     most = max(profiles)
     ratio = profiles[most]["rows_per_s"] / profiles[1]["rows_per_s"]
-    details = {"of": "rows/s", "threads": most, "by_threads": profiles}
+    details = {
+        "gpu": torch.cuda.get_device_name(0) if device == "cuda" else None,
+        "of": "rows/s",
+        "threads": most,
+        "by_threads": profiles,
+    }
     return runner.Measure(
         "gpu.threads", ratio, "ratio", at_least=TARGET if most == max(THREADS) else None, details=details
     )
@@ -186,7 +196,13 @@ def steps_by_threads(preset: str, device: str) -> runner.Measure:
         finally:
             variant.close()
     most = max(rates)
-    details = {"of": "rows/s", "threads": most, "by_threads": {n: round(rate) for n, rate in rates.items()}}
+    rates_of = {n: round(rate) for n, rate in rates.items()}
+    details = {
+        "gpu": torch.cuda.get_device_name(0) if device == "cuda" else None,
+        "of": "rows/s",
+        "threads": most,
+        "by_threads": rates_of,
+    }
     return runner.Measure("gpu.threads.step", rates[most] / rates[1], "ratio", details=details)
 
 

@@ -117,7 +117,7 @@ TOPICS = {
         Row("scale.ps_lost", "moves and kills of every role: updates lost or doubled, rows on two PSs"),
         Row("scale.moved", "share of the rows that move from 4 to 5 PSs"),
         Row("scale.nn_pause_s", "2 to 4 NN workers and back: longest time between two batches"),
-        Row("checkpoint.parallel", "4 PSs with a link of 1 Gbit/s each, over one process that reads and writes for all"),
+        Row("checkpoint.parallel", "4 PSs with links of 1 Gbit/s, over one process that reads and writes for all"),
         Row("driver.restart_s", "the driver is killed: until the same command trains again"),
         Row("driver.lost_rows", "rows lost or doubled by that"),
         Row("driver.left_regions", "regions and files left behind"),

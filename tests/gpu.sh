@@ -12,7 +12,11 @@ PYTHON=${PYTHON:-python3}
 WHEELS=${WHEELS:-.whl}
 LIMIT=${LIMIT:-480}
 PRESET=${PRESET:-laptop}
-MEASURES=${MEASURES:-docs/assets/performance/measures.jsonl}
+if [ "$PRESET" = smoke ]; then
+  MEASURES=${MEASURES:-$(mktemp)}
+else
+  MEASURES=${MEASURES:-docs/assets/performance/measures.jsonl}
+fi
 # Targets, in their order; then old ways against new ones; then all others.
 TABLE="gpu.step_vs_dense_only gpu.dlrm_128_vs_dense_only gpu.ffnn_paper_vs_dense_only gpu.rows_1m_128* gpu.cache_rows gpu.threads"
 WAYS="gpu.pooled_together gpu.one_thread* gpu.compile* gpu.serve*"

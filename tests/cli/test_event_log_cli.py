@@ -82,6 +82,5 @@ def test_parts_of_a_log(tmp_path, monkeypatch):
     assert json.loads(Path("found.json").read_text())["retrieval"]["hit_rate"]["5"] == result["best"]
     test = "--set", "eval_data.options.leave_one_out=test"
     assert f"the items of {USERS} samples" in persia(*command, *test, "--json", "found.json")
-    # It inherits the options that do not choose the training data, so these are all events with a history.
-    every = "--set", "eval_data.options={}"
-    assert f"the items of {USERS * (EVENTS - 1)} samples" in persia(*command, *every)
+    refused = persia(*command, "--set", "eval_data.options={}", ok=False)  # Would evaluate the training data, too.
+    assert "Set eval_data.options.leave_one_out to 'validation' or 'test'" in refused

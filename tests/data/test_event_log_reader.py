@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.dataset
 import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
@@ -185,7 +186,7 @@ def test_times_differ_by_less_than_a_second():
         (pa.array([1_700_000_000_000] * 2), r"column 'when' has a time out of range.* it is 's' now"),
         (pa.array([1, None]), r"column 'when' has no time at row 1"),
         (pa.array([1, float("nan")]), r"column 'when' has no time at row 1"),
-        (pa.array([True, False]), r"column 'when' is bool; give numbers"),
+        (pa.array([True, False]), r"column 'when' is bool; give integers"),
     ],
 )
 def test_times_that_do_not_fit(times, message):
@@ -245,3 +246,41 @@ def test_each_choice_of_samples_is_other_data():
     ]
     assert len({str(log(events, **each).fingerprint()) for each in choices}) == len(choices)
     assert log(lambda: events).fingerprint() is None
+
+
+def test_a_fingerprint_tells_tables_and_their_columns_apart():
+    events = table([1, 1, 2], [1, 2, 3])
+    renamed = events.append_column("whose", events["who"]).append_column("then", events["when"])
+    logs = [
+        log(events), log(table([1, 1, 3], [1, 2, 3])), log(events.slice(0, 2)),
+        log(renamed), log(renamed, owner="whose"), log(renamed, time="then"),
+    ]  # fmt: skip
+    keys = [tuple(each.fingerprint().keys()) for each in logs]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == tuple(log(table([1, 1, 2], [1, 2, 3])).fingerprint().keys())
+
+
+def test_a_fingerprint_tells_more_files_from_fewer(tmp_path):
+    for name in "abc":
+        pq.write_table(table([1, 1], [1, 2]), tmp_path / f"{name}.parquet")
+    paths = [str(tmp_path / f"{name}.parquet") for name in "abc"]
+    two, three = (log(pa.dataset.dataset(paths[:count])).fingerprint().keys() for count in (2, 3))
+    assert two != three
+    assert log(paths[:2]).fingerprint().keys() != log(paths).fingerprint().keys()
+
+
+def test_rules_read_texts_as_other_readers_do():
+    events = pa.table(
+        {
+            "who": ["a", "a", "a"], "when": pa.array(["3", "-", "1"]), "item": [1, 2, 3], "shop": [1, 2, 3],
+            "price": ["0,5", "0,1", "0,3"], "size": ["1", "1", "1"], "chosen": [1.0, 1.0, 1.0],
+            "kind": ["x", "y", "-"],
+        }
+    )  # fmt: skip
+    options = {"null_values": ["-"], "decimal": ","}
+    with pytest.raises(DataError, match="has no time at row 1"):
+        list(log(events, **options))
+    timed = events.set_column(1, "when", pa.array(["3", "2", "1"]))
+    kept = rows_of(log(timed, where="kind is not None and price > 0.2", **options))
+    assert [ids["item"] for ids, _, _ in kept] == [[1]]
+    assert kept[0][0]["history"] == [3, 2]

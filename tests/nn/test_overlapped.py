@@ -21,6 +21,7 @@ from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.overlapped_pass import OverlappedPass
 from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from persia.testing import Threads
 from persia.trainer.options import check_dense_servers
 from support.examples import examples
 from support.staging import BlockStaging, as_on_a_gpu
@@ -333,6 +334,23 @@ def test_asynchronous_modes_refuse_it():
     for wrong in ("yes", 1):
         with pytest.raises(ConfigError, match="one_thread"):
             CollectionOptions(one_thread=wrong)
+
+
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(1, warmup=0)])
+def test_several_nn_workers_refuse_it(mode):
+    def work(member):
+        declared = schema()
+        embeddings = EmbeddingCollection(
+            declared,
+            optimizer=SGD(lr=0.1),
+            mode=mode,
+            cluster=member,
+            options=CollectionOptions(one_thread=True, timeout=20.0),
+        )
+        with pytest.raises(ConfigError, match="one_thread = true trains with one NN worker, and there are 2"):
+            next(embeddings.prefetch(batches(2, declared)))
+
+    Threads(2, timeout=20.0).run(work)
 
 
 def test_a_trainer_passes_it_on():

@@ -88,7 +88,7 @@ def test_copies_that_do_not_fit_are_refused(log, serve, monkeypatch):
     with pytest.raises(ConfigError, match=r"device_rows = 101 needs 2,424 bytes .* Set it to 100 or less"):
         serve(log, device_rows=101)
     with pytest.raises(ConfigError, match=r"makes 2,147,483,648 copies of rows of one dim"):
-        DeviceRows({"a": 1, "b": 1}, 1 << 30, 1 << 60)
+        DeviceRows({"a": 1, "b": 1}, 1 << 30, 1 << 60, torch.device("cpu"))
 
 
 def test_a_host_needs_no_copies(log, serve):
@@ -112,7 +112,7 @@ def source():
 
 
 def test_a_request_does_not_wait_for_another():
-    copies, rows = DeviceRows({"a": 1}, 8, 1 << 20), source()
+    copies, rows = DeviceRows({"a": 1}, 8, 1 << 20, torch.device("cpu")), source()
     copies.begin(rows)
     seen = []
 
@@ -132,7 +132,7 @@ def test_a_request_does_not_wait_for_another():
 
 def test_a_request_that_reads_other_rows_has_no_copies():
     """Of an earlier view, while the copies are those of the next one already."""
-    copies = DeviceRows({"a": 1}, 8, 1 << 20)
+    copies = DeviceRows({"a": 1}, 8, 1 << 20, torch.device("cpu"))
     old, new = source(), source()
     copies.begin(old)
     copies.begin(new)
@@ -142,7 +142,7 @@ def test_a_request_that_reads_other_rows_has_no_copies():
 
 def test_a_failed_request_leaves_no_copies():
     """Its rows have taken slots, and never came."""
-    copies, rows = DeviceRows({"a": 1}, 8, 1 << 20), source()
+    copies, rows = DeviceRows({"a": 1}, 8, 1 << 20, torch.device("cpu")), source()
     copies.begin(rows)
     with pytest.raises(OSError, match="gone"), copies.planned(IDS, rows):
         raise OSError("gone")

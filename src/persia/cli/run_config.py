@@ -149,9 +149,19 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns a copy that inherits the options of the training data that it does not set itself.
 
         Options that select or order rows are not inherited. A reader of another kind inherits nothing.
+
+        Raises:
+            ConfigError: `data` leaves events out, and this does not say which of the same events it takes.
         """
         if self.kind != data.kind:
             return self
+        part = data.options.get("leave_one_out")
+        if part is not None and self.path == data.path and "leave_one_out" not in self.options:
+            raise ConfigError(
+                f"data.options.leave_one_out is {part!r}, and eval_data reads the same events. Set "
+                "eval_data.options.leave_one_out to 'validation' or 'test'.",
+                field="eval_data.options.leave_one_out",
+            )
         inherited = {name: value for name, value in data.options.items() if name not in TRAINING_ONLY}
         return msgspec.structs.replace(self, options=inherited | self.options)
 

@@ -105,7 +105,7 @@ def event_log(
     events = msgspec.structs.replace(events, id_features=[*events.id_features, *own])
     of_source = {_OWNER: owner, _TIME: time}
     options["rename"] = rename | {each.name: of_source[each.name] for each in own}
-    log = _OwnLog(_source(source, conversion_of(events, **options)), time, time_unit)
+    log = _OwnLog(_source(source, conversion_of(events, **options)), owner, time, time_unit)
     samples = HistorySource(schema, log, key, collected, min_history, leave_one_out, newest_only, ages)
     return StreamReader(schema, samples, order_of(batch_size, **options))
 
@@ -116,11 +116,13 @@ class _OwnLog:
 
     Attributes:
         source: the events, with their owner and time.
+        owner: column of the source with the owner of each event.
         time: column of the source with the time.
         unit: of numbers in it.
     """
 
     source: LogSource
+    owner: str
     time: str
     unit: TimeUnit
 
@@ -137,7 +139,12 @@ class _OwnLog:
     def fingerprint(self) -> SourceFingerprint | None:
         """See `EventLog.fingerprint`."""
         data = self.source.fingerprint()
-        return None if data is None else data.merged("histories")
+        if data is None:
+            return None
+        rows = data.rows | {"owner": self.owner, "time": self.time}
+        if isinstance(self.source, ArrowSource):  # The names of its parts say what is in them.
+            rows["events"] = " ".join(data.keys())
+        return msgspec.structs.replace(data.merged("histories"), rows=rows)
 
     def events(self) -> EventColumns:
         """See `EventLog.events`."""
@@ -155,7 +162,7 @@ class _OwnLog:
         """Returns a piece with the column of times that `events_of` reads."""
         import pyarrow as pa
 
-        times = _nanoseconds(piece, self.time, self.unit)
+        times = _nanoseconds(self.source.conversion.with_plain_texts(piece), self.time, self.unit)
         return piece._replace(columns=piece.columns | {_TIME: pa.array(times.view(np.uint64) ^ _SIGN)})
 
 
@@ -185,7 +192,7 @@ def _nanoseconds(piece: Piece, name: str, unit: TimeUnit) -> Int64Array:
             column = pc.round(pc.multiply(number, float(_NANOSECONDS[unit]))).cast(pa.int64())
         else:
             raise DataError(
-                f"{path}: column {name!r} is {kind}; give numbers, dates or timestamps as the time of events.",
+                f"{path}: column {name!r} is {kind}; give integers, floats, dates or timestamps as the time of events.",
                 path=path,
                 column=name,
             )

@@ -297,7 +297,7 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
                 _check_single(conversion.rename.get(name, name), column, piece)
             batches.append(batch)
         if conversion.selection is not None:
-            selected_rows.append(first + conversion.selected(piece, first))
+            selected_rows.append(first + conversion.selected(conversion.with_plain_texts(piece), first))
         first += piece.rows
     names = [feature.name for feature in conversion.schema.id_features]
     if not batches:
@@ -319,9 +319,10 @@ def _check_single(name: str, column: IdColumn, piece: Piece) -> None:
         return
     lengths = np.diff(column.offsets)
     row = piece.row + int((lengths != 1).argmax())
+    count = lengths[row - piece.row]
     raise DataError(
-        f"{piece.file.path}: column {name!r} has no value at row {row}, but each event has one. Fill it in, or leave "
-        "the line out.",
+        f"{piece.file.path}: column {name!r} has {f'{count} values' if count else 'no value'} at row {row}, but each "
+        "event has one. Correct it, or leave the row out.",
         path=piece.file.path,
         column=name,
         row=row,

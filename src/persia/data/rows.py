@@ -217,7 +217,7 @@ class Conversion:
             if piece.counted:
                 first += piece.rows
                 continue
-            piece = self._with_plain_texts(piece)
+            piece = self.with_plain_texts(piece)
             positions = None
             if self.selection is not None:
                 positions = self.selected(piece, first)
@@ -241,7 +241,7 @@ class Conversion:
                 computed = self._computed_labels(piece)
             yield piece, positions, computed
 
-    def _with_plain_texts(self, piece: Piece) -> Piece:
+    def with_plain_texts(self, piece: Piece) -> Piece:
         """Returns rows without texts for missing values, and with numbers as Python writes them."""
         piece = _without_views(piece)
         if self.texts == PYTHONS_TEXTS:
@@ -263,7 +263,7 @@ class Conversion:
             piece = _without_views(piece)
             columns = {name: self._read(piece, name, as_text=True) for name in self.passthrough}
             if self.selection is not None:
-                positions = pa.array(self.selected(self._with_plain_texts(piece), first))
+                positions = pa.array(self.selected(self.with_plain_texts(piece), first))
                 columns = {name: _taken(name, column, positions) for name, column in columns.items()}
             first += piece.rows
             yield columns

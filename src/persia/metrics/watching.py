@@ -170,7 +170,7 @@ def _parsed(name: str, field: str = "name") -> WatchedMetric:
     ):
         raise ConfigError(
             f"Invalid {field} = {name!r}; expected one of: {', '.join([*METRICS, *_GROUPED, *_RETRIEVAL])}; or "
-            f"LABEL:METRIC for one label, but for retrieval; and @k after {', '.join(_WITH_K)}.",
+            f"LABEL:METRIC for one label (not for retrieval metrics); {', '.join(_WITH_K)} take @k.",
             field=field,
         )
     assert metric is not None

@@ -28,8 +28,8 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             Each NN worker clips each of its batches by itself. See the guide on tables.
         one_thread: whether the thread that trains also looks rows up and pushes gradients, while a GPU computes, with
             at most one step in flight; False leaves that to other threads. None decides by where rows and network are:
-            one thread where nothing can be hidden, as in `Sync` with rows in memory of this process, else threads. Not
-            for asynchronous modes. See the guide on GPUs.
+            one thread where nothing can be hidden, as in `Sync` with rows in memory of this process, else threads. True
+            is not for asynchronous modes, and not for several NN workers. See the guide on GPUs.
     """
 
     device: str = "cpu"

@@ -1,7 +1,7 @@
 """Looks rows up and pushes their gradients in the training thread, while a device computes (docs/decisions/0039).
 
 A device overlaps with the thread that launches its work: once the kernels of a step are launched, the thread has time
-for the rows of other steps, and no other thread of Python holds up its next launch.
+for the rows of other steps. Besides it only the thread that reads batches takes the interpreter.
 """
 
 from __future__ import annotations

@@ -183,14 +183,22 @@ class RowCopies:
         self._pool: batching.ThreadPool | None = None
         self.counts = CacheCounts()
 
-    def allocate(self) -> None:
-        """Makes empty slots; no-op if there are some."""
+    def allocate(self, device: torch.device | None = None) -> None:
+        """Makes empty slots; no-op if there are some.
+
+        Args:
+            device: takes the memory there now; None takes it with the first rows, in the stream that uses them.
+        """
         if self._copies:
             return
         for name, (dim, count) in self._sizes.items():
             copies = self._copies.setdefault(dim, _Copies(0))
             self._slots[name] = _Slots.empty(count, copies.capacity)
             copies.capacity += count
+        for dim, copies in self._copies.items():
+            copies.values = None if device is None else torch.empty(copies.capacity + 1, dim, device=device)
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)  # Other streams use it.
         self._pool = batching.ThreadPool(batching.default_threads())
 
     def free(self) -> None:

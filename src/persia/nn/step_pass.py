@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from persia.errors import PersiaError
+from persia.errors import ConfigError, PersiaError
 from persia.nn.batch_counts import BatchCounts
 from persia.nn.gate import LookupTime, StalenessGate
 from persia.nn.inline_pass import InlinePass
@@ -76,6 +76,12 @@ class StepPass(TrainingPass):
         counts: BatchCounts | None,
     ) -> None:
         self._steps = steps
+        if one_thread and context.log.connection.nn_workers > 1:
+            raise ConfigError(
+                f"one_thread = true trains with one NN worker, and there are {context.log.connection.nn_workers}, "
+                "whose pushes wait for each other. Leave it out.",
+                field="one_thread",
+            )
         possible = context.gate.mode.gate(0, 0)  # With nothing in flight a lookup never waits.
         self._near = near and possible
         self._one_thread = one_thread and possible

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from persia.errors import ConfigError
 from persia.nn.gate import LookupTime
@@ -33,12 +34,13 @@ class DeviceRows:
         dims: dimensions of all tables, by name.
         slots: maximum number of copies of each table.
         free: free bytes of the device.
+        device: the device, whose memory is taken now.
 
     Raises:
         ConfigError: the copies do not fit.
     """
 
-    def __init__(self, dims: Mapping[str, int], slots: int, free: int) -> None:
+    def __init__(self, dims: Mapping[str, int], slots: int, free: int, device: torch.device) -> None:
         needed = sum(4 * dim * slots for dim in dims.values())
         if needed > free:
             raise ConfigError(
@@ -54,7 +56,7 @@ class DeviceRows:
                 field="device_rows",
             )
         self._copies = RowCopies({name: (dim, slots) for name, dim in dims.items()})
-        self._copies.allocate()
+        self._copies.allocate(device)
         self._source: RowLookup | None = None
         self._lock = threading.Lock()
 
@@ -88,18 +90,18 @@ class DeviceRows:
             The plan, which the block has to carry out; None if all rows are to be read: another request uses the
             copies, or they are of other rows.
         """
-        if not self._lock.acquire(blocking=False):
+        held = self._lock.acquire(blocking=False)
+        if held and source != self._source:
+            self._lock.release()
+            held = False
+        if not held:
             yield None
             return
         try:
-            if source != self._source:
-                yield None
-                return
-            try:
-                yield self._copies.plan(ids, ANY_TIME)
-            except BaseException:
-                self._copies.clear()  # Slots were taken for rows that may not have come.
-                raise
+            yield self._copies.plan(ids, ANY_TIME)
+        except BaseException:
+            self._copies.clear()  # Slots were taken for rows that may not have come.
+            raise
         finally:
             self._lock.release()
 

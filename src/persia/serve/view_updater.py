@@ -261,9 +261,9 @@ class ViewUpdater:
         else:
             dims = {name: table.dim for name, table in schema.resolved_tables().items()}
             rows = RemoteEpoch(self._servers, run, dims)
-        if self.copies is None and options.device_rows and not self._staging.on_host:
+        if (self.copies is None or self.view is None) and options.device_rows and not self._staging.on_host:
             dims = {name: table.dim for name, table in schema.resolved_tables().items()}
-            self.copies = DeviceRows(dims, options.device_rows, self._staging.free_bytes())
+            self.copies = DeviceRows(dims, options.device_rows, self._staging.free_bytes(), self._staging.device)
         readers = Readers(schema, rows.buckets, self._staging, options.threads, self.copies)
         compiler_options = CompilerOptions(
             options.compile, options.cache_dir, self._staging.device, description.precision

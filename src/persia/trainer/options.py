@@ -57,7 +57,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         clip_embedding_norm: largest L2 norm of the gradients of all rows of a batch together; None for no clipping.
             See `CollectionOptions`; `clip_row_norm` of an embedding optimizer bounds each row.
         one_thread: whether the thread that trains also looks rows up and pushes gradients, while a GPU computes: see
-            `CollectionOptions`. Not for asynchronous modes.
+            `CollectionOptions`. Not for asynchronous modes, nor for several NN workers.
         schedule: learning-rate factor of the dense optimizer by global step; steps that overflow in fp16 do not count.
         checkpoint_dir: where checkpoints go; None for none.
         checkpoint_every_steps: global steps between two checkpoints during `fit`; None for no such interval. They are
