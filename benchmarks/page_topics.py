@@ -114,7 +114,6 @@ TOPICS = {
         Row("scale.ps_resume", "the same through a checkpoint, over it"),
         Row("scale.ps_rate", "batches/s meanwhile, over before"),
         Row("scale.ps_pause_s", "longest time between two batches meanwhile"),
-        Row("scale.ps_lost", "moves and kills of every role: updates lost or doubled, rows on two PSs"),
         Row("scale.moved", "share of the rows that move from 4 to 5 PSs"),
         Row("scale.nn_pause_s", "2 to 4 NN workers and back: longest time between two batches"),
         Row("checkpoint.parallel", "4 PSs with links of 1 Gbit/s, over one process that reads and writes for all"),
@@ -123,9 +122,6 @@ TOPICS = {
         Row("driver.left_regions", "regions and files left behind"),
         Row("hosts.hybrid_vs_sync", "`Hybrid` over `Sync`, three hosts, 1 Gbit/s, 1 ms, keys, 40 ms of network"),
         Row("hosts.scaling", "4 NN workers over 1 on these hosts, all on two cores"),
-        Row("chaos.hosts", "share of the time in which it trains, through faults of processes and networks"),
-        Row("chaos.hosts.violations", "invariants that do not hold at the end"),
-        Row("chaos.hosts.faults", "faults of these runs"),
     ),
     "inputs": (
         Row("features.rate.csv", "rows/s of CSV with rules, against none"),
