@@ -95,7 +95,7 @@ def test_every_process_answers(tmp_path):
         thread.start()
         found: list[dict] = []
 
-        def ask(*more: str, seconds: str = "5") -> int:
+        def ask(*more: str, seconds: str = "60") -> int:
             to = str(tmp_path / "health.json")
             arguments = ["health", cluster.control_address, "--json", to, "--timeout", seconds, *more]
             done = CliRunner().invoke(app, arguments, env={"COLUMNS": "240"})
@@ -105,6 +105,7 @@ def test_every_process_answers(tmp_path):
             return done.exit_code
 
         def trains() -> bool:
+            # The coordinator may be about to start.
             if ask("--targets", str(tmp_path / "targets.json")) != 0:
                 return False
             steps = [f["value"] for p in found for f in p["metrics"] if f["name"] == "nn_step"]
