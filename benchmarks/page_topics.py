@@ -269,6 +269,10 @@ TOPICS = {
         Row("seq.long.full.hstu", "the same"),
         Row("seq.rank.hstu", "500 candidates for a history of 200: requests/s over 500 whole rows"),
         Row("seq.rank.sasrec", "the same"),
+        Row("seq.cold", "HR@20 of items that were never trained, code prefixes over a random order"),
+        Row("seq.globo.next_item", "HR@20 of the next click on globo_ctr, hour by hour: `NextItem`"),
+        Row("seq.globo.two_tower", "the same: two towers"),
+        Row("seq.globo.popularity", "the same: the items clicked most in the hour before"),
     ),
     "clients": (
         Row("ps.clients", "rows/s of 8 clients over a thread that calls the store"),
