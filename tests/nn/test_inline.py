@@ -19,40 +19,7 @@ from persia.nn.gate import WINDOW, StalenessGate, Window
 from persia.nn.inline_pass import InlinePass
 from persia.nn.pass_threads import PassThreads
 from persia.optim import SGD, Adagrad, Adam, Ftrl, RowwiseAdagrad
-
-
-class Elsewhere(Embedded):
-    """As if rows were in another process."""
-
-    def connect(self, *arguments):
-        return super().connect(*arguments)._replace(near=False)
-
-
-def schema(**table):
-    tables = [persia.Table("item", dim=4, **table), persia.Table("tag", dim=3)]
-    features = [
-        persia.IdFeature("item", table="item"),
-        persia.IdFeature("seen", table="item", pooling="mean"),
-        persia.IdFeature("tag", table="tag", pooling=None, max_length=2),
-    ]
-    return persia.Schema(features, tables=tables, dense_features=["price"])
-
-
-def batches(count, declared, seed=0, size=8, ids=40):
-    rng = np.random.default_rng(seed)
-    return [
-        persia.Batch.from_columns(
-            declared,
-            {
-                "item": rng.integers(0, ids, size),
-                "seen": [rng.integers(0, ids, rng.integers(0, 4)) for _ in range(size)],
-                "tag": [rng.integers(0, ids, rng.integers(0, 4)) for _ in range(size)],
-                "price": rng.random(size, np.float32),
-                "label": rng.integers(0, 2, size),
-            },
-        )
-        for _ in range(count)
-    ]
+from support.pass_samples import Elsewhere, batches, schema
 
 
 def train(cluster, declared, data, mode=None, optimizer=None, each=lambda embeddings: None, **options):

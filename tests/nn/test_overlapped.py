@@ -24,44 +24,9 @@ from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from persia.testing import Threads
 from persia.trainer.options import check_dense_servers
 from support.examples import examples
+from support.pass_samples import IDS, Elsewhere, batches, schema
 from support.staging import BlockStaging, as_on_a_gpu
 from support.waiting import wait_until
-
-IDS = 40
-
-
-class Elsewhere(Embedded):
-    """As if rows were in another process."""
-
-    def connect(self, *arguments):
-        return super().connect(*arguments)._replace(near=False)
-
-
-def schema(**table):
-    tables = [persia.Table("item", dim=4, **table), persia.Table("tag", dim=3)]
-    features = [
-        persia.IdFeature("item", table="item"),
-        persia.IdFeature("seen", table="item", pooling="mean"),
-        persia.IdFeature("tag", table="tag", pooling=None, max_length=2),
-    ]
-    return persia.Schema(features, tables=tables, dense_features=["price"])
-
-
-def batches(count, declared, seed=0, size=8):
-    rng = np.random.default_rng(seed)
-    return [
-        persia.Batch.from_columns(
-            declared,
-            {
-                "item": rng.integers(0, IDS, size),
-                "seen": [rng.integers(0, IDS, rng.integers(0, 4)) for _ in range(size)],
-                "tag": [rng.integers(0, IDS, rng.integers(0, 4)) for _ in range(size)],
-                "price": rng.random(size, np.float32),
-                "label": rng.integers(0, 2, size),
-            },
-        )
-        for _ in range(count)
-    ]
 
 
 def collection(mode, declared=None, cluster=None, optimizer=None, on_host=True, **options):

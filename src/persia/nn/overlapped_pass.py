@@ -7,14 +7,11 @@ for the rows of other steps. Besides it only the thread that reads batches takes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from persia.nn.inline_pass import InlinePass
 from persia.nn.pass_threads import PassSteps
 from persia.nn.prepared import PreparedBatch
-from persia.nn.reading_thread import ReadingThread
-from persia.telemetry.tracing import Tracer
 
 __all__ = ["MOST_IN_FLIGHT", "InFlight", "OverlappedPass", "OverlappedSteps"]
 
@@ -58,33 +55,15 @@ class OverlappedPass(InlinePass):
     The order does not depend on any time, and so neither do the bits: they are those of `Sync`, or those of `Hybrid(1)`
     if each lookup comes just before the push of the step before.
 
-    Args:
-        steps: what is done with each batch.
-        reading: see `InlinePass`, as for the others.
-        timeout: seconds that the loader may take for a batch.
-        tracer: records what a draw does.
-        endless: whether the loader may be idle for any time. Nothing is left in flight meanwhile.
-        number: of the first batch within the pass.
-        idle: called now and then by a draw that waits for the loader; None for no calls.
+    It takes the arguments of an `InlinePass`; its steps also say how many of them may be in flight.
     """
 
-    def __init__(
-        self,
-        steps: OverlappedSteps,
-        reading: ReadingThread,
-        timeout: float,
-        tracer: Tracer | None = None,
-        endless: bool = False,
-        number: int = 0,
-        idle: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__(steps, reading, timeout, tracer, endless, number, idle)
-        self._in_flight = steps.in_flight
+    _steps: OverlappedSteps
 
     def draw(self) -> PreparedBatch:
         """Returns the next batch; see `InlinePass.draw`."""
         began = time.monotonic()
-        at_lookup, at_use = self._in_flight()
+        at_lookup, at_use = self._steps.in_flight()
         self._push_until(at_lookup)
         if self._endless and not self._reading.ready:
             self._push_until(0)  # Those who read rows need not wait for a batch that may never come.
