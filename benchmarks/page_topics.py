@@ -188,6 +188,16 @@ TOPICS = {
         Row("features.adult", "AUC on the files of Adult, by declaration alone"),
         Row("features.vector", "AUC that a pretrained vector adds on new items"),
     ),
+    "table2_fresh": (
+        Row("paper.table2.globo.ffnn.fresh", "globo_ctr, FFNN"),
+        Row("paper.table2.globo.deepfm.fresh", "globo_ctr, DeepFM"),
+        Row("paper.table2.taobao.ffnn.fresh", "as Taobao, FFNN"),
+        Row("paper.table2.taobao.deepfm.fresh", "as Taobao, DeepFM"),
+        Row("paper.table2.avazu.ffnn.fresh", "as Avazu, FFNN"),
+        Row("paper.table2.avazu.deepfm.fresh", "as Avazu, DeepFM"),
+        Row("paper.table2.criteo.ffnn.fresh", "as Criteo, FFNN"),
+        Row("paper.table2.criteo.deepfm.fresh", "as Criteo, DeepFM"),
+    ),
     "arrival_table2": (
         Row("paper.arrival.table2.taobao.deepfm.cold", "as Taobao, DeepFM, no warm-up"),
         Row("fresh.replay.taobao.quarter.hybrid_4", "the same, combined"),
