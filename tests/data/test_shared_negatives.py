@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import persia
 from persia import data
 from persia.batching.batch import Batch
 from persia.batching.computed_ids import mapped_ids
 from persia.batching.id_column import IdColumn
+from persia.data.item_catalogs import ItemDraws
 from persia.data.reader import share_of
 from persia.data.streams.recorded import LoggedStream
 from persia.errors import ConfigError, DataError
@@ -222,6 +225,33 @@ def test_items_that_cannot_be_drawn_are_as_rare_as_the_rarest():
     found = np.exp(dense_of(reader.schema, after, "history_log_q"))  # The last three count; the rest is padding.
     expected = np.array([[16, 4, 64], [85, 85, 85], [1, 85, 85], [1, 1, 85]]) / 85
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@given(
+    st.integers(1, 2), st.sampled_from([1, 3, 1 << 40]), st.integers(0, 1 << 60), st.integers(0, 1 << 31), st.booleans()
+)
+def test_log_q_is_that_of_a_dictionary_whatever_the_ids(features, stride, first, seed, popular):
+    rng = np.random.default_rng(seed)
+    names, shape = ITEM[:features], int(rng.integers(1, 40))
+    columns = {
+        name: rng.integers(0, 12, shape).astype(np.uint64) * stride + first for name in names
+    }  # Some occur twice.
+    counts = rng.integers(0, 5, shape)
+    counts[0] += 1
+    catalog = data.ItemCatalog({name: ids.astype(np.uint64) for name, ids in columns.items()}, counts)
+    draws = ItemDraws(catalog, names, "popularity" if popular else "uniform", 0.75)
+    weights = (counts / counts.max()) ** 0.75 if popular else np.ones(shape)
+    share = {}
+    for item, weight in zip(zip(*catalog.ids.values(), strict=True), weights, strict=True):
+        share[item] = share.get(item, 0.0) + weight / weights.sum()
+    least = min(each for each in share.values() if each > 0)
+    far = [np.uint64(0), np.uint64(first - 1 if first else 2**64 - 1), np.uint64(2**64 - 1)]
+    asked = [np.concatenate([ids, rng.permutation(ids), ids + np.uint64(1), far]) for ids in catalog.ids.values()]
+    found = draws.log_q(asked)
+    assert found.dtype == np.float32
+    expected = [np.log(max(share.get(item, 0.0), least)) for item in zip(*asked, strict=True)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(draws.log_q_of_drawn(np.arange(shape)), found[:shape])
 
 
 def test_the_first_events_count_where_the_schema_keeps_them():

@@ -36,6 +36,9 @@ MERGED_ROWS = 1 << 16
 """Minimum number of items that `ItemCounts` collects before it merges them. Once it has more distinct items than that,
 it collects as many as there are distinct ones."""
 
+NARROW_IDS = 8
+"""Ids whose range is at most this many times the number of items are found by one array over the range."""
+
 
 @dataclass(frozen=True)
 class ItemCatalog:
@@ -202,13 +205,18 @@ class ItemDraws:
             items: ids of the items, uint64 `[n]` for each feature.
         """
         index = self._index
-        code = np.zeros(len(items[0]), np.int64)
-        known = np.ones(len(code), np.bool_)
-        for ids, level in zip(items, index.levels, strict=True):
+        if index.by_id is not None:
+            return index.by_id.log_q[np.minimum(items[0] - index.by_id.first, index.by_id.last)]
+        code, known = _find(index.levels[0].ids, items[0])
+        for ids, level in zip(items[1:], index.levels[1:], strict=True):
             part, is_part = _find(level.ids, ids)
             code, is_code = _find(level.codes, code * len(level.ids) + part)
             known &= is_part & is_code
-        return np.where(known, index.log_q[code], index.least).astype(np.float32)
+        return np.where(known, index.log_q[code], index.least)
+
+    def log_q_of_drawn(self, drawn: Int64Array) -> Floats:
+        """Returns `log_q` of items at positions of the catalog, float32 `[n]`, without finding them by their ids."""
+        return self._index.of_entries[drawn]
 
     @cached_property
     def _weights(self) -> NDArray[np.float64]:
@@ -236,22 +244,56 @@ class ItemDraws:
         # Entries of the same item, which a catalog made by hand may have, are drawn with the sum of their chances.
         share = np.bincount(code, self._weights) / self._weights.sum()
         least = share[share > 0].min()
-        return _Index(levels, np.log(np.maximum(share, least)), float(np.log(least)))
+        log_q, log_least = np.log(np.maximum(share, least)).astype(np.float32), np.float32(np.log(least))
+        by_id = _by_id(levels[0].ids, log_q, log_least) if len(levels) == 1 else None
+        return _Index(levels, log_q, log_least, log_q[code], by_id)
 
 
 class _Level(NamedTuple):
-    """Finds items by one more feature: sorted ids of it, and sorted codes of those prefixes that items have."""
+    """Finds items by one more feature: sorted ids of it, and sorted codes of those prefixes that items have.
+
+    The codes of the first feature are the positions of its ids.
+    """
 
     ids: Ids
     codes: Int64Array
 
 
+class _ById(NamedTuple):
+    """log(q) of all ids from `first` on, float32 `[last + 1]`; the entry `last` is of all ids outside of the range."""
+
+    first: np.uint64
+    last: np.uint64
+    log_q: Floats
+
+
+def _by_id(ids: Ids, log_q: Floats, least: np.float32) -> _ById | None:
+    """Returns log(q) by id; None if the ids are spread too widely.
+
+    Args:
+        ids: sorted distinct ids.
+        log_q: of each.
+        least: of all other ids.
+    """
+    span = int(ids[-1]) - int(ids[0]) + 1
+    if span > NARROW_IDS * len(ids):
+        return None
+    by_id = np.full(span + 1, least, np.float32)
+    by_id[ids - ids[0]] = log_q
+    return _ById(ids[0], np.uint64(span), by_id)  # Below `first`, the difference of unsigned numbers is large.
+
+
 class _Index(NamedTuple):
-    """Finds items: the levels of their features, log(q) of each item, float64 `[items]`, and the least of these."""
+    """Finds items: the levels of their features, log(q) of each item, float32 `[items]`, and the least of these.
+
+    `of_entries` is log(q) of each entry of the catalog; `by_id` is None unless it replaces the levels.
+    """
 
     levels: list[_Level]
-    log_q: NDArray[np.float64]
-    least: float
+    log_q: Floats
+    least: np.float32
+    of_entries: Floats
+    by_id: _ById | None
 
 
 def _find(values: NDArray[np.generic], of: NDArray[np.generic]) -> tuple[Int64Array, BoolArray]:
@@ -313,15 +355,19 @@ def events_of(batch: Batch, history: Sequence[IdSequence], number: int) -> list[
     for each in history:
         column = batch.id_features[each.name]
         starts = np.arange(len(column) + 1) if column.offsets is None else column.offsets
-        lengths = np.diff(starts)
-        limited = np.minimum(lengths, each.most)
-        begins = starts[1:] - limited if each.last else starts[:-1]
-        offsets = np.zeros(len(limited) + 1, np.int64)
-        np.cumsum(limited, out=offsets[1:])
-        index = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], limited)
-        columns.append(IdColumn(column.values[index], offsets))
-        first = offsets if columns[0].offsets is None else columns[0].offsets
-        if not np.array_equal(first, offsets):
+        limited = np.diff(starts)
+        if limited.max(initial=0) <= each.most:  # All events count.
+            offsets = starts
+            columns.append(IdColumn(column.values, offsets))
+        else:
+            limited = np.minimum(limited, each.most)
+            begins = starts[1:] - limited if each.last else starts[:-1]
+            offsets = np.zeros(len(limited) + 1, np.int64)
+            np.cumsum(limited, out=offsets[1:])
+            index = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], limited)
+            columns.append(IdColumn(column.values[index], offsets))
+        first = columns[0].offsets
+        if first is not None and first is not offsets and not np.array_equal(first, offsets):
             row = int((np.diff(first) != limited).argmax())
             raise DataError(
                 f"Features {history[0].name!r} and {each.name!r} of the history have different numbers of ids at row "

@@ -157,14 +157,17 @@ class SharedNegatives(SampledReader):
         if self.by != "in_batch":
             total = 0 if draws is None else min(self.count or 0, rows * self.per_sample)
             offsets = np.arange(rows + 1) * total // max(rows, 1)
-            drawn = [np.empty(0, np.uint64)] * len(self.features)
+            drawn, log_q = [np.empty(0, np.uint64)] * len(self.features), np.empty(0, np.float32)
             if draws is not None:
-                drawn = draws.ids(draws.draw(rng, total))
+                places = draws.draw(rng, total)
+                drawn = draws.ids(places)
+                if self.by == "popularity":
+                    log_q = draws.log_q_of_drawn(places)
             for name, values in zip(self.features, drawn, strict=True):
                 ids[_negative(name)] = IdColumn(values, offsets)
             add_computed(self.schema, ids)
             if self.by == "popularity":
-                dense.append(_padded(_log_q(draws, drawn), offsets, self.per_sample))
+                dense.append(_padded(log_q, offsets, self.per_sample))
         return canonical(dataclasses.replace(batch, id_features=ids, dense=np.concatenate(dense, 1)))
 
     def _draws_from(self, catalog: ItemCatalog) -> ItemDraws:
@@ -249,8 +252,11 @@ def _log_q(draws: ItemDraws | None, items: Sequence[NDArray[np.uint64]]) -> Floa
 
 
 def _padded(values: Floats, offsets: NDArray[np.int64] | None, length: int) -> Floats:
-    """Returns lists of numbers side by side, `[rows, length]`, followed by zeros."""
+    """Returns lists of at most `length` numbers side by side, `[rows, length]`, followed by zeros."""
     assert offsets is not None
-    padded = np.zeros((len(offsets) - 1, length), np.float32)
+    rows = len(offsets) - 1
+    if len(values) == rows * length:  # No list is longer than that.
+        return values.reshape(rows, length)
+    padded = np.zeros((rows, length), np.float32)
     padded[np.arange(length) < np.diff(offsets)[:, None]] = values
     return padded
