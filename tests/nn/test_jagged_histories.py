@@ -14,7 +14,9 @@ from support.examples import examples
 from support.histories import LENGTH, PAIRS, history_schema, leaves, made_inputs, outcome
 
 LONG = 90
-LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 10, 40, 80, LONG - 1, LONG]), min_size=1, max_size=9)
+LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 10, 40, 80, LONG - 1, LONG]), min_size=1, max_size=9) | st.lists(
+    st.just(LONG), min_size=1, max_size=4
+)
 
 
 def mask_of(lengths, longest=LONG):

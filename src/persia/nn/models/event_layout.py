@@ -62,6 +62,8 @@ class EventLayout:
         self._index = index
         self._samples = None if index is None else index // mask.shape[1]
         self._starts = starts
+        self._whole = False
+        """Whether it is known that there is no padding, with the places in the order of the batch."""
         places = torch.arange(mask.numel(), device=mask.device) if index is None else index
         self.left = self.of_samples(self.lengths) - places % mask.shape[1]
 
@@ -76,6 +78,8 @@ class EventLayout:
     def jagged(cls, mask: Tensor, *, one_group: bool = False) -> EventLayout:
         """Returns the layout of samples in groups of like length, each padded to its longest. Reads the mask's values.
 
+        If one group has all places, it is the layout that `padded` returns: nothing has to be moved.
+
         Args:
             mask: see above.
             one_group: whether all samples are one group, as for a network that computes event after event.
@@ -87,6 +91,10 @@ class EventLayout:
         begins = [0, *ends[:-1]]
         longest = [int(lengths[order[begin:end]].max(initial=1)) for begin, end in zip(begins, ends, strict=True)]
         groups = [LengthGroup(end - begin, own) for begin, end, own in zip(begins, ends, longest, strict=True)]
+        if longest == [width]:
+            layout = cls.padded(mask)
+            layout._whole = bool((lengths == width).all())
+            return layout
         places = np.repeat(longest, [group.samples for group in groups])  # Of each sample.
         first = np.cumsum(places) - places
         index = np.arange(places.sum()) + np.repeat(order * width - first, places)
@@ -133,6 +141,8 @@ class EventLayout:
 
     def last(self, flat: Tensor) -> Tensor:
         """Returns the value `[batch, ...]` at each sample's last event; zeros where there is none."""
+        if self._whole:
+            return flat.unflatten(0, self.mask.shape)[:, -1]
         newest = flat.index_select(0, self._starts + (self.lengths - 1).clamp(min=0))
         return newest * (self.lengths > 0).view(-1, *(1,) * (flat.dim() - 1))
 
@@ -141,6 +151,8 @@ class EventLayout:
 
         What it has at padding is not defined.
         """
+        if self._whole:
+            return torch.cat([flat.unflatten(0, self.mask.shape)[:, 1:], after.unsqueeze(1)], 1).flatten(0, 1)
         newest = (self.left == 1).view(-1, *(1,) * (flat.dim() - 1))
         return torch.where(newest, self.of_samples(after), flat.roll(-1, 0))
 
@@ -158,9 +170,14 @@ def layout_of(mask: Tensor, *, one_group: bool = False) -> EventLayout:
     return EventLayout.jagged(mask, one_group=one_group) if can_be_jagged(mask) else EventLayout.padded(mask)
 
 
-def present_places(mask: Tensor) -> Tensor | slice:
-    """Returns the index of the places in a flattened mask that are True, or of all where `layout_of` keeps padding."""
-    return mask.flatten().nonzero().squeeze(1) if can_be_jagged(mask) else slice(None)
+def present_places(mask: Tensor) -> tuple[Tensor | slice, Tensor | None]:
+    """Returns the index of the places in a flattened mask that are True, or of all where `layout_of` keeps padding.
+
+    The second result is whether each of them is True, bool `[places]`; None if all are.
+    """
+    if not can_be_jagged(mask):
+        return slice(None), mask.flatten()
+    return (slice(None) if mask.all() else mask.flatten().nonzero().squeeze(1)), None
 
 
 def can_be_jagged(mask: Tensor) -> bool:

@@ -125,7 +125,9 @@ def same_rows(rows: Tensor, others: Tensor) -> Tensor:
         rows: `[..., width]`.
         others: `[n, width]`.
     """
-    return (_hashes(rows).unsqueeze(-1) == _hashes(others)) & rows.any(-1, keepdim=True)
+    of_others = _hashes(others)
+    # The hash of zeros is 0, as hardly any other: in its place is a number that zeros do not have.
+    return _hashes(rows).unsqueeze(-1) == of_others.masked_fill(of_others == 0, -1)
 
 
 def _hashes(rows: Tensor) -> Tensor:

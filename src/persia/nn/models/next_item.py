@@ -220,7 +220,7 @@ class NextItem(nn.Module):
 
     def score(self, user: Tensor, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[items, 1]` of one user with many items; see `persia.nn.RankingModel`."""
-        return (user * self.items(dense, embeddings)).sum(1, keepdim=True) / (self.temperature or 1.0)
+        return self._scaled((user * self.items(dense, embeddings)).sum(1, keepdim=True))
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
         """Returns logits float32 `[batch, 1]`; in training with the loss of each sample, float32 `[batch]`.
@@ -276,7 +276,11 @@ class NextItem(nn.Module):
         return rows.float() if self.temperature is None else F.normalize(rows.float(), dim=-1)
 
     def _scores(self, states: Tensor, items: Tensor) -> Tensor:
-        return (states * items).sum(-1) / (self.temperature or 1.0)
+        return self._scaled((states * items).sum(-1))
+
+    def _scaled(self, products: Tensor) -> Tensor:
+        """Returns scores from dot products."""
+        return products if self.temperature is None else products / self.temperature
 
     def _losses(
         self,
@@ -326,15 +330,18 @@ class NextItem(nn.Module):
             negatives: of the batch.
         """
         positive = self._scores(states, self._vectors(follows))
-        scores = states @ self._vectors(negatives.values).T / (self.temperature or 1.0)
-        counts = negatives.present & ~same_rows(follows.detach(), negatives.values.detach())
+        scores = self._scaled(states @ self._vectors(negatives.values).T)
+        excluded = same_rows(follows.detach(), negatives.values.detach())
+        if negatives.present is not None:
+            excluded = excluded | ~negatives.present
         if self.negatives is None:  # What the user chose later is no negative of what the user chose before.
-            counts = counts & (sample.unsqueeze(1) != torch.arange(negatives.values.shape[0], device=sample.device))
+            excluded = excluded | (sample.unsqueeze(1) == torch.arange(negatives.values.shape[0], device=sample.device))
         if log_q is not None:
             positive, scores = positive - log_q, scores - negatives.log_q
         if self.kind == "sampled_softmax":
-            scores = scores.masked_fill(~counts, torch.finfo(scores.dtype).min)
+            scores = scores.masked_fill_(excluded, torch.finfo(scores.dtype).min)  # Nothing else uses them.
             return torch.logsumexp(torch.cat([positive.unsqueeze(1), scores], 1), 1) - positive
+        counts = ~excluded
         number, beta = counts.sum(1), 1.0 if self.item_count is None else self._beta(counts)
         losses: Tensor = (beta * F.softplus(-positive) + (F.softplus(scores) * counts).sum(1)) / (number + 1)
         return losses
@@ -351,12 +358,12 @@ class NextItem(nn.Module):
         if self.negatives is None:
             if self._log_q:
                 log_q = dense[:, self._log_q["log_q"]].squeeze(1)
-            return _Negatives(item, torch.ones(len(item), dtype=torch.bool, device=item.device), log_q)
+            return _Negatives(item, None, log_q)
         values, mask = self.input.aligned(embeddings, self.negatives, in_time_order=False)
-        place = present_places(mask)  # Most samples may have fewer negatives than they have places.
+        place, present = present_places(mask)  # Most samples may have fewer negatives than they have places.
         if self._log_q:
             log_q = dense[:, self._log_q["negatives_log_q"]].flatten()[place]
-        return _Negatives(values.flatten(0, 1)[place], mask.flatten()[place], log_q)
+        return _Negatives(values.flatten(0, 1)[place], present, log_q)
 
 
 class _Negatives(NamedTuple):
@@ -364,12 +371,12 @@ class _Negatives(NamedTuple):
 
     Attributes:
         values: `[n, width]`.
-        present: bool `[n]`: where there is one.
+        present: bool `[n]`: where there is one; None if there is one everywhere.
         log_q: `[n]`, or `[]` if scores are not corrected.
     """
 
     values: Tensor
-    present: Tensor
+    present: Tensor | None
     log_q: Tensor
 
 
