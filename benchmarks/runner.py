@@ -212,7 +212,7 @@ def run(
             gc.collect()
             if preset == "smoke":
                 took = f"{time.monotonic() - began:.1f} s, {_processor_seconds() - used:.1f} s of processors"
-                print(f"    {took}", file=sys.stderr, flush=True)
+                print(f"    {benchmark.names[0]}: {took}", file=sys.stderr, flush=True)
 
 
 def _ordered(patterns: Sequence[str]) -> list[tuple[Benchmark, set[str]]]:
