@@ -206,7 +206,8 @@ class ItemDraws:
         """
         index = self._index
         if index.by_id is not None:
-            return index.by_id.log_q[np.minimum(items[0] - index.by_id.first, index.by_id.last)]
+            found: Floats = index.by_id.log_q[np.minimum(items[0] - index.by_id.first, index.by_id.last)]
+            return found
         code, known = _find(index.levels[0].ids, items[0])
         for ids, level in zip(items[1:], index.levels[1:], strict=True):
             part, is_part = _find(level.ids, ids)

@@ -142,7 +142,8 @@ class EventLayout:
     def last(self, flat: Tensor) -> Tensor:
         """Returns the value `[batch, ...]` at each sample's last event; zeros where there is none."""
         if self._whole:
-            return flat.unflatten(0, self.mask.shape)[:, -1]
+            padded: Tensor = flat.unflatten(0, self.mask.shape)
+            return padded[:, -1]
         newest = flat.index_select(0, self._starts + (self.lengths - 1).clamp(min=0))
         return newest * (self.lengths > 0).view(-1, *(1,) * (flat.dim() - 1))
 
