@@ -180,8 +180,6 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
   if (slice.count == 0) return;
   Shard* const self = this;
   const ShardLocks locks(Shards(&self, 1));
-  memory_.snapshots.check_none();
-  memory_.snapshots.forget();  // imported rows count as unchanged, so what has changed is no longer known
   mark();
   memory_.eviction.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
@@ -203,6 +201,7 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   if (number == Index::kNone && tier_) number = tier_->promote(id);
   const bool known = number != Index::kNone;
   if (known) {
+    memory_.snapshots.before_change(number);
     memory_.store.save_undo(number);
   } else {
     if (!tier_ && header_->rows_used == header_->capacity) {

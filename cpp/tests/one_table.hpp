@@ -1,5 +1,6 @@
 // What tests of a store with one table share.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <numeric>
 #include <vector>
@@ -75,6 +76,17 @@ inline PushCounts push(Store& store, const Keys& keys, const std::vector<float>&
 // Gradients of one.
 inline PushCounts push(Store& store, const Keys& keys, const Origin& origin = {}) {
   return push(store, keys, std::vector<float>(keys.size() * row_shape.dim, 1.0f), origin);
+}
+
+// Sets rows: all values of their embeddings and states are `value`, and their counts `step`.
+inline void set(Store& store, const Keys& keys, float value, std::uint32_t step) {
+  std::uint32_t clock = 0;
+  for (Shard* shard : store.table(0).all) clock = std::max(clock, shard->export_state().clock);
+  const std::vector<float> embeddings(keys.size() * row_shape.dim, value);
+  const std::vector<float> states(keys.size() * store.table(0).state_width, value);
+  const std::vector<std::uint32_t> steps(keys.size(), step), stamps(keys.size(), clock + 1);
+  store.import_rows(0, keys.size(),
+                    {keys.data(), embeddings.data(), states.data(), steps.data(), steps.data(), stamps.data()});
 }
 
 }  // namespace persia

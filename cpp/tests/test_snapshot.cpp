@@ -144,6 +144,7 @@ TEST(a_snapshot_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
           const Keys keys = draw(random, 500, 60000);  // new ids evict old ones
           f.look(keys);
           f.push(keys, 100);
+          set(f.store, draw(random, 100, 60000), 0.5f, 101);
           more = f.store.shard(0, s).export_snapshot(2, 100, rows);
         }
         CHECK(same(rows, expected[s]));
@@ -169,6 +170,7 @@ TEST(threads_may_train_while_a_snapshot_is_read) {
           const Keys keys = draw(mine, 300, 120000);
           f.look(keys);
           f.push(keys, 7);
+          set(f.store, draw(mine, 30, 120000), 0.5f, 8);
         }
       });
     }
@@ -198,11 +200,13 @@ TEST(changes_and_evictions_since_a_snapshot_add_up_to_the_new_rows) {
       for (Shard* shard : f.store.table(0).all) CHECK(shard->changes_since() == last);
       f.begin(last + 1, last);
       f.look(draw(random, 300, 8000));  // belongs to the next round
+      set(f.store, draw(random, 50, 8000), 0.5f, 3);
       std::size_t changed = 0;
       for (std::size_t s = 0; s < 2; ++s) {
         for (const auto id : f.store.shard(0, s).snapshot_evicted(last + 1)) known.erase(id);
         const RowBatch rows = rest_of(f.store.shard(0, s), 100, last + 1);
         changed += rows.ids.size();
+        set(f.store, draw(random, 20, 8000), 0.25f, 4);
         for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
       }
       CHECK(changed < 1100);
@@ -210,6 +214,26 @@ TEST(changes_and_evictions_since_a_snapshot_add_up_to_the_new_rows) {
       f.end();
       ++last;
     }
+  });
+}
+
+TEST(rows_that_are_set_are_in_the_next_increment_alone) {
+  for_each_row_shape([] {
+    Fixture f(1000, 1);
+    f.look(range(0, 100));
+    const auto expected = f.now();
+    f.begin(2);
+    set(f.store, {7, 200, 8}, 0.5f, 9);
+    CHECK(same(rest_of(f.store.shard(0, 0), 10), expected[0]));
+    f.end();
+    CHECK(f.store.shard(0, 0).changes_since() == 2);
+    f.begin(3, 2);
+    set(f.store, {7}, 0.25f, 10);
+    const RowBatch rows = rest_of(f.store.shard(0, 0), 10, 3);
+    CHECK(rows.ids == (Keys{7, 8, 200}));
+    CHECK(rows.embeddings == std::vector<float>(3 * row_shape.dim, 0.5f));
+    CHECK(rows.last_steps == (std::vector<std::uint32_t>{9, 9, 9}));
+    f.end();
   });
 }
 

@@ -122,7 +122,7 @@ class Script {
 
 // The same requests to both; they must answer the same.
 void step(Script& script, Tested& tested, Tested& twin, std::uint32_t number) {
-  switch (script.below(8)) {
+  switch (script.below(9)) {
     case 0:
     case 1:
     case 2: {
@@ -142,6 +142,11 @@ void step(Script& script, Tested& tested, Tested& twin, std::uint32_t number) {
       tested.store.last_steps(0, keys, steps.data());
       twin.store.last_steps(0, keys, same.data());
       CHECK(steps == same);
+      break;
+    }
+    case 5: {
+      const Keys keys = script.distinct(10);
+      for (Tested* each : {&tested, &twin}) set(each->store, keys, 0.125f, number);
       break;
     }
     default: {
@@ -235,6 +240,7 @@ TEST_OF_ONE_THREAD(a_snapshot_sees_each_row_once) {
       tested.begin_snapshot(epoch, since);
       Rows found;
       for (std::uint32_t s = 0; s < 2; ++s) {
+        for (int i = 0; i < 8; ++i) step(script, tested, twin, number++);  // before the rows of memory are read
         while (tested.export_snapshot(s, epoch, found)) step(script, tested, twin, number++);
       }
       for (Shard* shard : tested.store.table(0).all) shard->end_snapshot();
@@ -259,7 +265,8 @@ TEST_OF_ONE_THREAD(an_increment_leaves_out_what_has_not_changed) {
     tested.store.shard(0, 0).end_snapshot();
     CHECK(found.size() == (epoch == 2 ? 1000 : 0));
   }
-  push(tested.store, range(100, 110));
+  push(tested.store, range(100, 105));
+  set(tested.store, range(105, 110), 0.5f, 1);
   look(tested.store, range(2000, 2100));
   tested.begin_snapshot(4, 3);
   Rows found;

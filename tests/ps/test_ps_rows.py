@@ -152,22 +152,35 @@ def test_admission_is_not_asked(how):
         assert ps.statistics()["t"]["rejected"] == 0
 
 
-def test_an_increment_after_it_is_a_whole_checkpoint(how, tmp_path):
-    """What is set is in the next checkpoint, whatever the next one is based on."""
+def test_rows_set_during_a_checkpoint_are_in_the_next_increment(how, tmp_path):
+    """The checkpoint has the rows before; the next one adds what was set, and nothing else."""
     with served(how) as ps:
         ps.lookup({"t": np.arange(10, dtype=U)}, train=True)
         first = ps.begin_snapshot("a", {}, str(tmp_path))
-        with pytest.raises(StoreError, match="checkpoint is being read"):
-            ps.set_rows(1, "t", ids(3), values(1), None)
-        ps.end_snapshot("a")
-        ps.set_rows(1, "t", ids(3), values(1), None)
-        second = ps.begin_snapshot("b", first.numbers, str(tmp_path))
-        assert second.whole
-        chunks = [chunk.arrays for chunk in ps.snapshot_rows("b")]
-        found = np.concatenate([arrays["ids"] for arrays in chunks])
-        rows = np.concatenate([arrays["embeddings"] for arrays in chunks])
+        before = ps.lookup({"t": ids(3)}, train=False)["t"]
+        ps.set_rows(1, "t", ids(3, 20), values(2), None)
+        chunks = [chunk.arrays for chunk in ps.snapshot_rows("a")]
+        found, rows = (np.concatenate([arrays[name] for arrays in chunks]) for name in ("ids", "embeddings"))
         assert sorted(found.tolist()) == list(range(10))
-        np.testing.assert_array_equal(rows[found == 3], values(1))
+        np.testing.assert_array_equal(rows[found == 3], before)
+        ps.end_snapshot("a")
+        second = ps.begin_snapshot("b", first.numbers, str(tmp_path))
+        assert not second.whole
+        chunks = [chunk.arrays for chunk in ps.snapshot_rows("b")]
+        found, rows = (np.concatenate([arrays[name] for arrays in chunks]) for name in ("ids", "embeddings"))
+        np.testing.assert_array_equal(rows[np.argsort(found)], values(2))
+        assert sorted(found.tolist()) == [3, 20]
+
+
+def test_rows_that_were_looked_up_ahead_are_read_again_if_they_are_set(how):
+    with served(how) as ps:
+        wanted = Packed.of({"t": np.arange(10, dtype=U)}, U)
+        seen = ps.lookup_ahead(wanted).seen
+        ps.set_rows(1, "t", ids(3, 20), values(2), None)
+        fresh = ps.refresh(wanted, seen)
+        assert fresh.places["t"].tolist() == [3]
+        np.testing.assert_array_equal(fresh.rows["t"], values(1))
+        assert not ps.refresh(wanted, fresh.seen[0]).places["t"].size
 
 
 @pytest.mark.parametrize(

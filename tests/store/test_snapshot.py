@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import StoreError
+from persia.ps.row_chunks import set_rows
 from persia.store import NativeStore, Spill, TableConfig
+from persia.types import RowState
 from support.examples import examples
 from support.stores import STORES, contents, lookup, update
 from support.twins.random_rows import shard_of
@@ -18,9 +20,14 @@ from support.twins.store import ReferenceStore
 def train(stores, random, universe, step):
     ids = random.choice(universe, random.integers(1, 60))
     gradients = random.normal(size=(len(ids), 3)).astype(np.float32)
+    keys = np.unique(random.choice(universe, random.integers(0, 20)))
+    values = random.normal(size=(len(keys), 3)).astype(np.float32)
+    counts = np.full(len(keys), step, np.uint32)
+    state = RowState(random.random((len(keys), 6), np.float32), counts, counts) if random.integers(2) else None
     for store in stores:
         lookup(store, ids)
         update(store, ids, gradients, step=step)
+        set_rows(store, 0, keys, values, state)
         store.advance_clock(0, 1)
 
 
@@ -110,14 +117,12 @@ def store(request):
 
 
 def test_a_snapshot_that_is_read_holds_back_what_would_mix_it(store):
-    rows = contents(store)[0]
     state = store.export_state(0, 0)
     assert store.changes_since(0) == 0
     with pytest.raises(StoreError, match="is not known"):
         store.begin_snapshot(0, 1, Spill("/tmp"))
     snapshot = store.begin_snapshot(0, 0, Spill("/tmp"))
     for call in (
-        lambda: store.import_rows(0, rows),
         lambda: store.import_state(0, 0, state),
         lambda: store.begin_snapshot(0, 0, Spill("/tmp")),
     ):
@@ -129,13 +134,24 @@ def test_a_snapshot_that_is_read_holds_back_what_would_mix_it(store):
     with pytest.raises(StoreError, match="no such"):
         store.export_snapshot(0, 0, snapshot)
     assert store.changes_since(0) == snapshot
-    store.import_rows(0, rows)
-    assert store.changes_since(0) == 0  # Nobody has noted which rows these were.
-    snapshot = store.begin_snapshot(0, 0, Spill("/tmp"))
-    store.end_snapshot(0)
-    assert store.changes_since(0) == snapshot
     store.import_state(0, 0, state)
     assert store.changes_since(0) == 0
+
+
+def test_imported_rows_are_in_the_next_increment_alone(store):
+    before, ids = contents(store)[0], np.array([2, 9], np.uint64)
+    snapshot = store.begin_snapshot(0, 0, Spill("/tmp"))
+    values = np.full((2, 3), 7.0, np.float32)
+    set_rows(store, 0, ids, values, None)
+    rows, _ = store.export_snapshot(0, 0, snapshot)
+    for mine, theirs in zip(rows, before, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    store.end_snapshot(0)
+    assert store.changes_since(0) == snapshot
+    increment = store.begin_snapshot(0, snapshot, Spill("/tmp"))
+    rows, _ = store.export_snapshot(0, 0, increment)
+    np.testing.assert_array_equal(rows.ids, ids)
+    np.testing.assert_array_equal(rows.embeddings, values)
 
 
 def test_a_reader_of_an_ended_snapshot_takes_nothing_of_the_next(store):

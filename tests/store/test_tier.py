@@ -125,7 +125,6 @@ def any_history(make, data, path):
             keys = np.unique(asked)
             values = random.normal(size=(len(keys), config.dim)).astype(np.float32)
             assert set_rows(store, 0, keys, values, None) == set_rows(expected, 0, keys, values, None)
-            since = None
         elif action == "keep":
             kept = True
             for s in both:
@@ -140,9 +139,11 @@ def any_history(make, data, path):
             epochs = [s.begin_snapshot(0, 0 if whole else since, Spill(str(path))) for s in both]
             since = epochs[0]
             found = [{}, {}]
+            keys = np.unique(random.choice(universe, random.integers(0, 30)))
             for s in both:
                 lookup(s, asked)
                 update(s, asked, np.ones((len(asked), config.dim), np.float32), 0.1, step)
+                set_rows(s, 0, keys, np.ones((len(keys), config.dim), np.float32), None)
             for s, rows, epoch in zip(both, found, epochs, strict=True):
                 for shard in range(config.shards):
                     more = True
@@ -280,6 +281,9 @@ def test_increments_have_what_changed_on_either_side(store, tmp_path):
     lookup(store, np.arange(400, 600, dtype=np.uint64))  # Those that changed are on disk again.
     epoch, rows = snapshot(epoch)
     assert rows == {3, 5, 7, *range(400, 600)}
+    set_rows(store, 0, ids(3, 450, 700), np.ones((3, 4), np.float32), None)
+    epoch, rows = snapshot(epoch)
+    assert rows == {3, 450, 700}
     assert snapshot(epoch)[1] == set()
 
 

@@ -147,9 +147,9 @@ class Shard {
   bool take_changes(std::uint64_t max_rows, RowChanges& changes);
   // Marks no more changes, and frees the memory of marks.
   void end_changes();
-  // Overwrites or appends rows. A full shard without a tier keeps the more recent of the incoming and its oldest
-  // row. The oldest rows are determined once per call, so rows of the same call replace each other only approximately
-  // in that order.
+  // Overwrites or appends rows, which then count as changed; a snapshot that is being read has the rows before. A full
+  // shard without a tier keeps the more recent of the incoming and its oldest row. The oldest rows are determined once
+  // per call, so rows of the same call replace each other only approximately in that order.
   void import_rows(const Slice& slice, const RowView& rows);
   // Returns the state besides rows.
   ShardState export_state();

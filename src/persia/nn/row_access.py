@@ -116,8 +116,7 @@ class RowAccess:
         """Inserts or overwrites rows by id; they become the most recently used ones, without admission.
 
         Call it while no NN worker trains: each row is replaced as a whole, but an update of it at the same moment may
-        be lost, and gradients of batches looked up before are applied to the new values. A call may be repeated. The
-        next incremental checkpoint is a full one.
+        be lost, and gradients of batches looked up before are applied to the new values. A call may be repeated.
 
         Args:
             table: name of the table.
@@ -128,8 +127,7 @@ class RowAccess:
         Raises:
             ConfigError: there is no such table.
             DataError: an argument is not valid; nothing has changed.
-            StoreError: `state` is of another optimizer; or a checkpoint is being written: repeat the call after it, as
-                some of the rows may be set.
+            StoreError: `state` is of another optimizer.
         """
         declared = self._table(table)
         keys = self.ids(table, ids)

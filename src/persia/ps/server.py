@@ -407,10 +407,11 @@ class EmbeddingServer(MovableServer, StorageAccess):
     ) -> RowsSet:
         """Inserts or overwrites rows, once per call; see `persia.services.EmbeddingPS`."""
         self._moves.check(map_version)
+        number = self._numbers.number(table)
         try:
-            return self._setter.set(call, self._numbers.number(table), ids, values, state)
+            with self._changes.updating([number], Packed.of({table: ids}, np.uint64)):
+                return self._setter.set(call, number, ids, values, state)
         finally:
-            self._changes.forget()
             self._moves.check(map_version)  # If it was sealed meanwhile, the rows may have come too late.
 
     # --- checkpoints ------------------------------------------------------------------------------------------

@@ -346,8 +346,7 @@ class EmbeddingPS(Protocol):
             map_version: version of the bucket map by which the ids were routed.
 
         Raises:
-            StoreError: the table does not exist, arrays do not match it, or a checkpoint is being read from it; in the
-                last case some of the rows may be set.
+            StoreError: the table does not exist, or arrays do not match it.
         """
 
     def export_state(self) -> Iterator[list[StatePiece]]:

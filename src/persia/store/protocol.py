@@ -257,7 +257,8 @@ class EmbeddingStore(Protocol):
 
         If rows are imported into an empty table of the same shards, in the order of export and followed by
         `import_state`, the table continues bit for bit, including later evictions (except with eviction by midpoint).
-        In a full shard, the less recent of the incoming and the oldest row is evicted. `changes_since` is then 0.
+        In a full shard, the less recent of the incoming and the oldest row is evicted. Imported rows count as changed:
+        a snapshot in progress has the rows before, and the next increment has the imported ones.
         """
 
     def end_import(self, table: int) -> None:
@@ -317,7 +318,7 @@ class EmbeddingStore(Protocol):
         """Begins a store snapshot: `export_snapshot` returns rows as they are now, while they continue to change.
 
         Before a row changes for the first time, its old bytes are written to an unnamed file; writers wait for that
-        disk, so memory stays bounded. A table has one snapshot at a time, during which rows cannot be imported or
+        disk, so memory stays bounded. A table has one snapshot at a time, during which rows cannot be removed or
         cleared.
 
         Args:

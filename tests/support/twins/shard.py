@@ -39,7 +39,7 @@ class ReferenceRow:
     last_step: int = 0
     stamp: int = 0
     epoch: int = 0
-    """Number of the snapshot after which the row last changed; 0 if it was imported."""
+    """Number of the snapshot after which the row last changed."""
 
 
 @dataclass
@@ -187,6 +187,7 @@ class ReferenceShard:
         row.state = nearest(row.state, self.config.state_dtype)
         row.last_step *= self.keeps_last_steps
         row.stamp = max(row.stamp, self.left_before, self.marks[-1][1] + 1 if self.marks else 0)
+        row.epoch = self.epoch
         self._promote(row.id)
         place = self.index.get(row.id)
         full = self.cold is None and len(self.rows) == self.capacity

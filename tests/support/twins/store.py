@@ -245,11 +245,7 @@ class ReferenceStore(EmbeddingStore):
     def import_rows(self, table: int, rows: Rows) -> None:
         """See `EmbeddingStore.import_rows`."""
         _check(self.config(table), rows)
-        parts = self._by_shard(table, rows.ids)
-        for shard, _ in parts:
-            shard.check_idle()
-        for shard, positions in parts:
-            shard.forget_changes()
+        for shard, positions in self._by_shard(table, rows.ids):
             shard.clock = max(shard.clock, *(int(rows.stamp[position]) for position in positions))
             for position in positions:
                 id_, embedding, state, *numbers = (column[position] for column in rows)
