@@ -20,7 +20,7 @@ from persia.nn.push_log import PushCounts
 from persia.optim import SGD, Adagrad
 from persia.ps.ownership import Ownership
 from persia.services import Connection, EmbeddingWorker
-from persia.types import BucketMap, Contribution, PushHeader, UpdateCounts
+from persia.types import BucketMap, Contribution, Packed, PushHeader, UpdateCounts
 from persia.worker import Worker, WorkerOptions
 from support.bucket_maps import bucket_maps
 from support.examples import examples
@@ -116,6 +116,43 @@ def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers_and_any_map(steps, 
         for found, expected in zip(seen, results[0][0], strict=True):
             for name in expected:
                 np.testing.assert_array_equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_push_in_part_updates_these_rows_as_a_whole_one_does(servers):
+    found = []
+    rng = np.random.default_rng(0)
+    columns = features(drawn(rng, 20), 12)
+    for in_part in (False, True):
+        connection = connect(servers)
+        worker = connection.worker
+        batch_id = worker.register(columns)
+        before = worker.lookup(batch_id)
+        ids = worker.distinct_ids(batch_id)
+        part = {table: own % np.uint64(3) > 0 for table, own in ids.items()}
+        gradients = gradients_for(ids, before)
+        contribution = Contribution(batch_id, Packed.of(gradients, np.float32))
+        if in_part:
+            rows = Packed.of({"item": gradients["item"][part["item"]]}, np.float32)  # The loss depends on one table.
+            contribution = Contribution(batch_id, rows, part=Packed.of(part, np.bool_))
+        counts = worker.push(header(0), [contribution])
+        rows = worker.evaluate(columns).rows
+        found.append((rows, counts["item"].applied))
+    (whole, everything), (rows, some) = found
+    chosen = part["item"]
+    assert some == chosen.sum() < everything
+    np.testing.assert_array_equal(rows["item"][chosen], whole["item"][chosen])
+    np.testing.assert_array_equal(rows["item"][~chosen], before.rows["item"][~chosen])
+    np.testing.assert_array_equal(rows["user"], before.rows["user"])
+
+
+def test_a_push_in_part_of_other_rows_is_refused():
+    worker = connect(2).worker
+    batch_id = worker.register(features(drawn(np.random.default_rng(0), 20), 12))
+    gradients = gradients_for(worker.distinct_ids(batch_id), worker.lookup(batch_id))
+    short = Packed.of({table: np.ones(len(rows) - 1, np.bool_) for table, rows in gradients.items()}, np.bool_)
+    with pytest.raises(StoreError, match="one flag for each of the distinct ids"):
+        worker.push(header(0), [Contribution(batch_id, Packed.of(gradients, np.float32), part=short)])
 
 
 def a_trainer(data, servers, accumulation=1):

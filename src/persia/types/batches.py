@@ -235,11 +235,13 @@ class Contribution(NamedTuple):
         gradients: gradients of `LookedUp.rows` by table, `[unique ids, dim]`; tables that do not contribute to the loss
             are left out. float32, or float16 with scales.
         scales: scales by table, float32 `[unique ids]`: a gradient is `gradients * scale`. None without compression.
+        part: whether the gradient of each row is included, by table of the batch, bool `[unique ids]`; None if all are.
     """
 
     batch_id: int
     gradients: Packed[np.float32 | np.float16]
     scales: Packed[np.float32] | None = None
+    part: Packed[np.bool_] | None = None
 
 
 class Feed(NamedTuple):

@@ -395,7 +395,8 @@ class Worker(MapFollower):
         if not self._pooler.pools(contribution.gradients):
             return contribution
         gradients = self._pooler.row_gradients(batch, self._router.plain(contribution))
-        return Contribution(contribution.batch_id, cast("Packed[np.float32 | np.float16]", gradients))
+        rows = cast("Packed[np.float32 | np.float16]", gradients)
+        return contribution._replace(gradients=rows, scales=None)
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""

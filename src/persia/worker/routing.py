@@ -187,6 +187,8 @@ class Router:
 
     def _parts(self, batch: RoutedBatch, contribution: Contribution) -> list[PackedGradients]:
         """Splits one contribution by PS."""
+        if contribution.part is not None:
+            batch = self.part_of(batch, contribution.part)
         gradients, ids, bounds = contribution.gradients, batch.ids, batch.bounds
         if list(gradients) != ids.names:  # The loss does not depend on some tables.
             places = {name: place for place, name in enumerate(ids.names)}
