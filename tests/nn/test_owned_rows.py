@@ -209,7 +209,7 @@ def test_what_was_not_written_back_is_lost_with_the_process_and_counted():
 
 
 def test_a_failed_write_back_loses_nothing():
-    """A row keeps its slot while it cannot be written back, as during a checkpoint; the call may be repeated."""
+    """A row keeps its slot while it cannot be written back; the call may be repeated."""
     plain, owning = Run(Adagrad(0.1)), Run(Adagrad(0.1), slots=1)
     first, other = np.array([1], np.uint64), np.array([2], np.uint64)
     noise = np.ones((1, DIM), np.float32)
@@ -218,7 +218,7 @@ def test_a_failed_write_back_loses_nothing():
     set_rows = owning.access.set
 
     def refuse(*_):
-        raise StoreError("A checkpoint is being written.")
+        raise StoreError("There is no space.")
 
     owning.access.set = refuse
     for attempt in (owning.owned.write_back, lambda: owning.owned.plan(other)):

@@ -27,6 +27,7 @@ __all__ = [
     "SCHEMA",
     "Expected",
     "check_arguments",
+    "needs_trainer",
     "options_of",
 ]
 
@@ -85,3 +86,9 @@ def check_arguments(**arguments: tuple[object, Expected]) -> None:
     for name, (value, expected) in arguments.items():
         if not expected.accepts(value):
             raise ConfigError(f"Invalid {name} = {described(value)}; expected {expected.words}.", field=name)
+
+
+def needs_trainer(mode: Mode) -> ConfigError:
+    """Returns the error of a loop without a `Trainer` in a mode that needs one."""
+    name = type(mode).__name__
+    return ConfigError(f"The mode {name} keeps the network on dense PSs, so a `Trainer` has to run it.", field="mode")

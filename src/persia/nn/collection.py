@@ -22,6 +22,7 @@ from persia.nn.arguments import (
     MODE,
     SCHEMA,
     check_arguments,
+    needs_trainer,
     options_of,
 )
 from persia.nn.batch_counts import batch_counts
@@ -33,6 +34,7 @@ from persia.nn.gradients import GradientCollector
 from persia.nn.lookahead import refreshes
 from persia.nn.non_finite import NonFiniteLog
 from persia.nn.options import CollectionOptions, check_gpus
+from persia.nn.owned_tables import OwnedCounts, OwnedTables, check_ownership
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import PushCounts, PushLog
@@ -40,7 +42,7 @@ from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.row_cache import CacheCounts, RowCache
 from persia.nn.staging import staging_for
-from persia.nn.step_pass import StepPass, StepPushes, named
+from persia.nn.step_pass import StepPass, StepPushes
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.nn.token_pass import TokenPass
@@ -50,13 +52,10 @@ from persia.nn.transfer import Transfer
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.schema.pooled_features import sent_tables
 from persia.services import Cluster, ProcessCluster
-from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import FeatureCost
 from persia.types import Ids, RegisteredBatch, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
-
-LOG = get_logger("persia.nn")
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -113,7 +112,10 @@ class EmbeddingCollection(torch.nn.Module):
         self._expander = pools = Expander(schema, self._staging.device)
         tables, clip_norm = sent_tables(schema), self.options.clip_embedding_norm
         self._transfer = Transfer(self._staging, pools.on_host, tables, clip_norm, pools)
-        connection = self.connection = cluster.connect(schema, optimizer, mode := mode or Hybrid(), self.options.seed)
+        check_ownership(schema.resolved_tables(), mode := mode or Hybrid(), cluster)
+        connection = cluster.connect(schema, optimizer, mode, self.options.seed)
+        self._owned = OwnedTables(schema, optimizer, connection, self.options, self._staging.device)
+        connection = self.connection = self._owned.watched(connection)
         if not isinstance(cluster, ProcessCluster):  # There, NN workers train.
             check_gpus(self._staging.device.type, self.connection.gpus)
         self._worker = self.connection.worker
@@ -149,6 +151,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     def change_mode(self, mode: Mode) -> None:
         """Adopts another mode from the next pass of `prefetch` on. Switch the PSs separately."""
+        check_ownership(self.schema.resolved_tables(), mode)
         self.gate.adopt(mode)
 
     def forget_failed_pass(self) -> None:
@@ -216,7 +219,7 @@ class EmbeddingCollection(torch.nn.Module):
             self._await_own_pushes()
             return self._reading.batches(source)
         if (tokens is None) != (self.mode.dense() is Dense.ALL_REDUCE):
-            raise self._needs_trainer()
+            raise needs_trainer(self.mode)
         if tokens is not None and equal_steps is not None:
             raise ConfigError(
                 "Both `tokens` and `equal_steps` were given; in asynchronous modes NN workers make unequal numbers of "
@@ -318,6 +321,11 @@ class EmbeddingCollection(torch.nn.Module):
         return self._cache.counts
 
     @property
+    def owned(self) -> OwnedCounts:
+        """Rows of tables with `owned_rows` on the device, and outcome of their lookups so far."""
+        return self._owned.counts
+
+    @property
     def ready(self) -> int:
         """Number of batches that are looked up and wait for the network."""
         current = self._pass
@@ -401,12 +409,8 @@ class EmbeddingCollection(torch.nn.Module):
     def _end_pass(self, ended: TrainingPass) -> None:
         self._pass = None
         self._push_failure = ended.unraised_failure
-        if missing := self._steps.not_applied:
-            LOG.warning(
-                "The training pass has failed before its pushes of %s had returned. Rows may never get these "
-                "gradients.",
-                named(missing),
-            )
+        self._steps.warn_of_not_applied()
+        self._owned.close()
 
     def _begin_pass(self, data: PassData, equal_steps: EqualSteps | None, tokens: TokenClient | None) -> TrainingPass:
         """Starts a training pass, with its threads."""
@@ -414,7 +418,8 @@ class EmbeddingCollection(torch.nn.Module):
         context = PassContext(log, self._lookup, self._gradients, self.gate, self.waits, self.options.timeout)
         # No copy could serve a batch of an asynchronous mode.
         self.gate.reserves = self._cache.open(self.mode, self._staging.free_bytes, recording=log.observer is not None)
-        cache = self._cache if self.gate.reserves else None
+        owns = self._owned.open(self.mode, self._staging.free_bytes, recording=log.observer is not None)
+        cache = self._owned if owns else self._cache if self.gate.reserves else None
         refresh = refreshes(self.mode, self.schema, self.connection.near, self.options)
         if cache is not None or log.observer is not None:  # A replay has one version of all rows of a batch.
             refresh = None
@@ -424,7 +429,7 @@ class EmbeddingCollection(torch.nn.Module):
             context,
             data,
             self._steps,
-            near=self.connection.near and cache is None,
+            near=self.connection.near and (owns or cache is None),
             one_thread=self.options.one_thread,
             refresh=refresh,
             cache=cache,
@@ -438,7 +443,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._check_process()
         if self.training and torch.is_grad_enabled():
             if self.mode.dense() is Dense.SERVER:
-                raise self._needs_trainer()
+                raise needs_trainer(self.mode)
             if self._pass is not None:
                 raise PersiaError(
                     "This EmbeddingCollection is in a `prefetch` loop; call it with the batches that the loop "
@@ -479,12 +484,6 @@ class EmbeddingCollection(torch.nn.Module):
         current = self._pass
         if current is not None and not current.ahead:
             current.await_pushes()
-
-    def _needs_trainer(self) -> ConfigError:
-        name = type(self.mode).__name__
-        return ConfigError(
-            f"The mode {name} keeps the network on dense PSs, so a `Trainer` has to run it.", field="mode"
-        )
 
     def _raise_push_failure(self) -> None:
         """Raises, once, the failure of a push of an earlier pass."""

@@ -94,7 +94,7 @@ class NonFiniteLog:
             alone |= {name for name in pooled if _bad(contribution, self._values[name]).any()}
             if table not in contribution.gradients:
                 continue
-            bad = _bad(contribution, table)
+            bad = _of_all_rows(contribution, table, _bad(contribution, table))
             uses = np.stack([_used(batch, feature, bad) for feature in features])
             shared |= {name for name, rows in zip(features, uses, strict=True) if rows.any()}
             uses[:, uses.sum(axis=0) > 1] = False  # A row of several features does not tell which one.
@@ -137,6 +137,16 @@ def _bad(contribution: Contribution, name: str) -> BoolArray:
     if contribution.scales is not None:
         bad |= ~np.isfinite(contribution.scales[name])
     return bad
+
+
+def _of_all_rows(contribution: Contribution, table: str, bad: BoolArray) -> BoolArray:
+    """Returns flags of all rows of a batch, of which some may have no gradient in a contribution."""
+    if contribution.part is None:
+        return bad
+    included = contribution.part[table]
+    flags: BoolArray = np.zeros_like(included)
+    flags[included] = bad
+    return flags
 
 
 def _used(batch: PreparedBatch, feature: str, bad: BoolArray) -> BoolArray:

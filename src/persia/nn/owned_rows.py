@@ -1,7 +1,7 @@
 """Hot rows of a table on a device, with their optimizer state: they are updated there, and written back by a rule.
 
-Not used by training yet, see docs/decisions/0040-owned-rows.md. For one NN worker, whose batches are computed one after
-another, as in `Sync`: a row that is owned has its newest values here and nowhere else.
+For one NN worker, whose batches are computed one after another, as in `Sync`: a row that is owned has its newest values
+here and nowhere else. `owned_tables.py` uses it in training; see docs/decisions/0040-owned-rows.md.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from persia.errors import ConfigError
 from persia.nn.row_access import CHUNK_BYTES, RowAccess
 from persia.nn.row_updates import RowUpdates
-from persia.schema import AdmitAll, EmbeddingOptimizer, Table
+from persia.schema import EmbeddingOptimizer, Table
 from persia.types import BoolArray, Ids, Int64Array, RowState
 
 __all__ = ["HotRows", "OwnedBatch", "OwnedPlan", "OwnershipRule", "Unwritten"]
@@ -108,7 +107,7 @@ class HotRows:
         optimizer: of its rows.
         access: reads and sets rows at the parameter servers.
         capacity: number of slots.
-        device: of the rows. They take `4 * (dim + state width) + 48` bytes each.
+        device: of the rows; see `slot_bytes`.
         rule: when rows come and go.
 
     Raises:
@@ -124,7 +123,7 @@ class HotRows:
         device: torch.device,
         rule: OwnershipRule = OwnershipRule(),  # noqa: B008 - immutable
     ) -> None:
-        _check(table)
+        table.check_ownable()
         self._table = table.name
         self._access = access
         self._rule = rule
@@ -137,9 +136,14 @@ class HotRows:
         self._ids = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._claims = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         """While slots are taken: the place of the row that gets each one, else -1."""
-        self._chunk = max(1, CHUNK_BYTES // (4 * (table.dim + width) + 48))
+        self._chunk = max(1, CHUNK_BYTES // self.slot_bytes(table, optimizer))
         self._batch = 0
         self._non_finite = torch.zeros((), dtype=torch.int64, device=device)
+
+    @staticmethod
+    def slot_bytes(table: Table, optimizer: EmbeddingOptimizer) -> int:
+        """Returns the memory of a row on the device."""
+        return 4 * (table.dim + RowUpdates(optimizer).state_width(table.dim)) + 48
 
     # --- a batch ----------------------------------------------------------------------------------------------------
 
@@ -237,7 +241,7 @@ class HotRows:
         known[:, LAST_STEP] = torch.where(found.applied, step, known[:, LAST_STEP])
         known[:, UNWRITTEN] += found.applied
         self._known.index_copy_(0, slots, known)
-        self._non_finite += (~found.applied).sum()
+        self._non_finite = self._non_finite + (~found.applied).sum()
         if self._rule.write_back_steps and (step + 1) % self._rule.write_back_steps == 0:
             self.write_back()
         return gradients.index_select(0, batch.rest)
@@ -251,7 +255,7 @@ class HotRows:
         They stay on the device. A call may be repeated after an error: rows that were written are not written again.
 
         Raises:
-            StoreError: a checkpoint is being written.
+            StoreFullError: a parameter server has no space.
             DeadlineError: a parameter server was late.
         """
         slots = (self._known[:, UNWRITTEN] > 0).nonzero().squeeze(1)
@@ -287,6 +291,11 @@ class HotRows:
         return lost
 
     @property
+    def refused(self) -> Tensor:
+        """The same as `non_finite`, int64 `[]`, on the device. Later updates do not change it."""
+        return self._non_finite
+
+    @property
     def non_finite(self) -> int:
         """Number of gradients that were not applied here, as they, or a value after them, are not finite."""
         return int(self._non_finite)
@@ -294,20 +303,3 @@ class HotRows:
     def __len__(self) -> int:
         """Returns the number of owned rows."""
         return int((self._known[:, USED] != NEVER).sum())
-
-
-def _check(table: Table) -> None:
-    """Raises ConfigError unless rows of a table can be owned."""
-    reasons = {
-        "dtype": table.dtype != "float32" and "updates of 16-bit rows are rounded by the parameter server",
-        "ttl": table.ttl is not None and "the parameter server does not see uses of owned rows",
-        "admission": not isinstance(table.admission, AdmitAll) and "it does not count lookups of owned rows",
-        "trainable": not table.trainable and "its rows are never updated",
-    }
-    for field, reason in reasons.items():
-        if reason:
-            raise ConfigError(
-                f"Table({table.name!r}).{field} = {getattr(table, field)!r}: rows of this table cannot be owned by a "
-                f"device, as {reason}. Leave this table at the parameter servers.",
-                field=f"Table({table.name!r}).{field}",
-            )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from persia.errors import PersiaError, StaleBatchError
+from persia.nn.owned_tables import OwnedTablesPlan
 from persia.nn.pooled_together import PooledTogether
 from persia.nn.pooling import UNWEIGHTED, PooledAhead
 from persia.nn.row_groups import RowGroup
@@ -52,6 +53,7 @@ class PreparedBatch:
         step: its step within the pass, if its rows are to be refreshed.
         current_to: number of this NN worker's steps of the pass whose updates its rows have, at least; -1 if some rows
             were left out.
+        owned: which of its rows the device owns; None if it owns rows of no table.
         needs_step: number of these steps whose updates its rows have to have; -1 as long as any will do.
     """
 
@@ -91,6 +93,7 @@ class PreparedBatch:
         self.step = 0
         self.current_to = 0
         self.needs_step = 0
+        self.owned: OwnedTablesPlan | None = None
         self._copied: list[Callable[[], None]] = []
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False

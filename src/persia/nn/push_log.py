@@ -157,7 +157,8 @@ class PushLog:
             rows = len(batch)
             total += rows
             with self.tracer.span("transfer", batch=batch.batch_id):
-                contributions.append(Contribution(batch.batch_id, *gradients()))
+                part = None if batch.owned is None else batch.owned.pushed
+                contributions.append(Contribution(batch.batch_id, *gradients(), part))
             if self.observer is not None:
                 rank = self.connection.rank
                 self.observer.note(ReadRecord(rank, sequence, batch.number, rows, batch.batch_id, versions))
@@ -178,6 +179,9 @@ class PushLog:
             group: the gradients that were pushed.
             contributions: the same, as they were sent.
         """
+        for batch, _ in group:
+            if batch.owned is not None:
+                counts = batch.owned.with_owned(counts)
         with self._lock:
             self._updates = UpdateCounts(*map(sum, zip(self._updates, *counts.values(), strict=True)))
         self.non_finite.add(counts, step, [(batch, c) for (batch, _), c in zip(group, contributions, strict=True)])

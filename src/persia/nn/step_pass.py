@@ -25,6 +25,7 @@ from persia.nn.gate import LookupTime, StalenessGate
 from persia.nn.inline_pass import InlinePass
 from persia.nn.lookahead import Refresh, crowded
 from persia.nn.overlapped_pass import MOST_IN_FLIGHT, InFlight, OverlappedPass
+from persia.nn.owned_tables import OwnedTables
 from persia.nn.prepared import PreparedBatch
 from persia.nn.push_log import Gradient, PushLog
 from persia.nn.replicas import EqualSteps
@@ -33,9 +34,12 @@ from persia.nn.row_refresher import RefreshAtUse, RowRefresher
 from persia.nn.staging import Ready
 from persia.nn.training_pass import PassContext, PassData, Push, TrainingPass
 from persia.nn.transfer import Encoded
+from persia.telemetry.logs import get_logger
 from persia.types import PushHeader, RegisteredBatch
 
-__all__ = ["MOST_PUSHES", "StepPass", "StepPushes", "named"]
+__all__ = ["MOST_PUSHES", "StepPass", "StepPushes"]
+
+LOG = get_logger("persia.nn")
 
 NOT_CURRENT = -1
 """Instead of a number of steps: of a batch with rows that were not read."""
@@ -57,7 +61,7 @@ class StepPass(TrainingPass):
         near: whether lookups and pushes at depth 0 may run in the training thread.
         one_thread: whether they run there at any depth, next to a device, or never; None leaves it to `near`.
         refresh: how rows that were looked up ahead are brought up to date; None leaves them as they were looked up.
-        cache: copies of rows on the device; None without.
+        cache: copies of rows on the device, or rows that it owns; None without.
         equal_steps: the replicas of the network, which make the same number of steps; None if they are not known.
         counts: of the batches of all NN workers, if these are to be compared.
     """
@@ -71,7 +75,7 @@ class StepPass(TrainingPass):
         near: bool,
         one_thread: bool | None,
         refresh: Refresh | None,
-        cache: RowCache | None,
+        cache: RowCache | OwnedTables | None,
         equal_steps: EqualSteps | None,
         counts: BatchCounts | None,
     ) -> None:
@@ -200,6 +204,12 @@ class StepPass(TrainingPass):
     def _push_failure(self) -> BaseException | None:
         return None if self._runner is None else self._runner.push_failure
 
+    def end_of_backward(self, batch: PreparedBatch) -> None:
+        """Takes the gradients of a batch; the device updates the rows that it owns."""
+        if batch.owned is not None:
+            batch.owned.step = self._log.global_step
+        super().end_of_backward(batch)
+
     def drawn(self, lead: float, *, inline: bool) -> None:
         """Notes the lead of a batch at the gate, which may adapt its depth."""
         wait, self._use_wait = self._use_wait, 0.0
@@ -301,6 +311,15 @@ class StepPushes:
                 "later step before these. A `Trainer` continues with its next `fit`, without their gradients. A loop "
                 "of your own may try again, as pushes may still return; else restart the NN workers and their cluster.",
                 steps=missing,
+            )
+
+    def warn_of_not_applied(self) -> None:
+        """Warns of steps of a pass that has ended whose push has not returned."""
+        if missing := self.not_applied:
+            LOG.warning(
+                "The training pass has failed before its pushes of %s had returned. Rows may never get these "
+                "gradients.",
+                named(missing),
             )
 
     def begin_pass(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from persia.batching.batch import Batch
 from persia.errors import StaleBatchError
 from persia.nn.gate import StalenessGate
+from persia.nn.owned_tables import OwnedTables, OwnedTablesPlan
 from persia.nn.pooling import Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch
 from persia.nn.push_log import PushLog
@@ -71,7 +72,7 @@ class TrainingLookup:
         end_of_backward: Callable[[PreparedBatch], None],
         *,
         ready: int = 0,
-        cache: RowCache | None = None,
+        cache: RowCache | OwnedTables | None = None,
         refreshed: bool = False,
         recent: int = 0,
         final: bool = True,
@@ -83,7 +84,7 @@ class TrainingLookup:
             batch: the batch.
             end_of_backward: called with the batch when its backward pass has ended.
             ready: number of batches that are looked up and wait for the network.
-            cache: has copies of rows on the device; None without.
+            cache: has copies of rows, or owned rows, on the device; None without.
             refreshed: whether its rows may be refreshed before it is used.
             recent: number of earlier batches whose rows it may leave out, so that they have to be refreshed.
             final: whether they will hardly be, so that it is worth pooling them here.
@@ -92,7 +93,7 @@ class TrainingLookup:
         Returns:
             The batch, and the function that makes it ready, in the training thread.
         """
-        plan: CachePlan | None = None
+        plan: CachePlan | OwnedTablesPlan | None = None
         began = time.monotonic()
         try:
             with self._tracer.span("lookup", batch=batch.batch_id):
@@ -113,6 +114,7 @@ class TrainingLookup:
         with self._tracer.span("transfer", batch=batch.batch_id):
             prepared, make_ready = self._transfer.rows(batch, rows, plan)
         prepared.looked_up = began
+        prepared.owned = plan if isinstance(plan, OwnedTablesPlan) else None
         prepared.compressed = rows.scales is not None
         if plan is not None:
             self._gate.aged(plan.oldest)

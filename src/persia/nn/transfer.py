@@ -15,6 +15,7 @@ from persia.batching.batch import Batch
 from persia.dense.torch_threads import shorten_spinning
 from persia.nn.clipping import clipped, clipped_tensors
 from persia.nn.joined_tensors import JoinedTensors, joined, of_one_width, together
+from persia.nn.owned_tables import OwnedTablesPlan
 from persia.nn.pooled_together import FeatureGroup, PooledTogether
 from persia.nn.pooling import Expander, PooledAhead
 from persia.nn.pooling_plan import FeatureIndex, plan_group
@@ -137,14 +138,14 @@ class Transfer:
         return self._clip_norm is not None
 
     def rows(
-        self, batch: Batch | RegisteredBatch, lookup: LookedUp, cached: CachePlan | None = None
+        self, batch: Batch | RegisteredBatch, lookup: LookedUp, cached: CachePlan | OwnedTablesPlan | None = None
     ) -> tuple[PreparedBatch, Ready]:
         """Returns the batch on the device; call the second result in the using thread first.
 
         Args:
             batch: the samples.
             lookup: their rows, without those that `cached` has.
-            cached: the plan of a `RowCache`, which gets copies of the rows that were found.
+            cached: the plan of a `RowCache`, which gets copies of the rows that were found, or of `OwnedTables`.
 
         Raises:
             DataError: the rows do not have the form that their tables declare.
@@ -289,23 +290,38 @@ class Transfer:
             factor = None if scale is None else scale.double().reciprocal().float()
             with torch.no_grad():
                 if batch.pooled is None:
-                    return self.gradients(batch.take_gradients(factor), compressed)
+                    return self.gradients(batch.take_gradients(factor), compressed, batch.owned)
                 used_directly = batch.take_gradients(None)
-                return self.gradients(batch.pooled.take_gradients(used_directly, factor), compressed)
+                return self.gradients(batch.pooled.take_gradients(used_directly, factor), compressed, batch.owned)
         of_rows = {table: gradient.detach().numpy() for table, gradient in batch.take_gradients(None).items()}
         summed = batch.pooled.gradients(of_rows, 1.0 if scale is None else 1.0 / float(scale))
+        if batch.owned is not None:
+            sums = clipped(summed(), self._clip_norm)
+            rest = batch.owned.update({name: torch.from_numpy(part) for name, part in sums.items()})
+            pushed = Packed.of({name: part.numpy() for name, part in rest.items()}, np.float32)
+            return lambda: encoded(pushed, compressed)
         if sum_now:
             sums = summed()
             return lambda: encoded(clipped(sums, self._clip_norm), compressed)
         return lambda: encoded(clipped(summed(), self._clip_norm), compressed)
 
-    def gradients(self, gradients: Mapping[str, torch.Tensor], compressed: bool) -> Callable[[], Encoded]:
-        """Starts copying gradients to the host; the result blocks until they are there. For the training thread."""
+    def gradients(
+        self, gradients: Mapping[str, torch.Tensor], compressed: bool, owned: OwnedTablesPlan | None = None
+    ) -> Callable[[], Encoded]:
+        """Starts copying gradients to the host; the result blocks until they are there. For the training thread.
+
+        Args:
+            gradients: of the rows of a batch.
+            compressed: whether they travel as float16.
+            owned: rows of the batch that the device owns, whose gradients stay; None if there are none.
+        """
         if not gradients:  # Nothing is on the device.
             nothing: Packed[np.float32] = Packed([], [], np.empty(0, np.float32), [])
             return lambda: encoded(nothing, compressed)
         if self._clip_norm is not None:
             gradients = clipped_tensors(gradients, self._clip_norm)
+        if owned is not None:
+            gradients = owned.update(gradients)
         if isinstance(gradients, JoinedTensors):
             names, counts, widths = list(gradients.names), list(gradients.counts), list(gradients.widths)
         else:
@@ -354,7 +370,7 @@ class _DeviceRows:
         halves: Set[str],
         frozen: Set[str],
         included: Packed[np.uint32] | None,
-        cached: CachePlan | None,
+        cached: CachePlan | OwnedTablesPlan | None,
     ) -> None:
         self._lookup = lookup
         self._tables = tables

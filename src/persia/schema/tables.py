@@ -162,6 +162,9 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         trainable: whether gradients update its rows. If not, rows are looked up, admitted and initialised as in other
             tables, or loaded (`Trainer.load_rows`, `EmbeddingCollection.set_rows`), and then stay as they are: no
             gradient of them is computed or sent, and they have no optimizer state.
+        owned_rows: number of rows that the device of the only NN worker may own in training, with their optimizer
+            state: it updates them, and writes them back when others need them. Only in `Sync`, on an `Embedded`
+            cluster; see the guide on GPUs. 0 for none.
     """
 
     name: str
@@ -178,6 +181,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_rows: int | None = None
     eviction: EvictionKind = "lru"
     trainable: bool = True
+    owned_rows: int = 0
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -192,6 +196,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check_integer(f"Table({self.name!r}).capacity", self.capacity, 1, MAX_CAPACITY)
         check_number(f"Table({self.name!r}).value_bound", self.value_bound, 0, math.inf)
         check_integer(f"Table({self.name!r}).cache_rows", self.cache_rows, 0, (1 << 31) - 2)
+        check_integer(f"Table({self.name!r}).owned_rows", self.owned_rows, 0, (1 << 31) - 2)
         check_dtype(f"Table({self.name!r})", self.dtype)
         check_kind(f"{owner}.ttl", self.ttl, Days | Steps | None, "Days(...), Steps(...) or None")
         check_choice(f"{owner}.eviction", self.eviction, get_args(EvictionKind))
@@ -221,6 +226,26 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "do not count the ids that copies serve. Set cache_rows to 0, or admit all ids.",
                 field=f"Table({self.name!r}).cache_rows",
             )
+
+        if self.owned_rows:
+            self.check_ownable()
+
+    def check_ownable(self) -> None:
+        """Raises ConfigError unless a device can own rows of this table; see `owned_rows`."""
+        reasons = {
+            "dtype": self.dtype != "float32" and "updates of 16-bit rows are rounded by the parameter server",
+            "ttl": self.ttl is not None and "the parameter server does not see uses of owned rows",
+            "admission": not isinstance(self.admission, AdmitAll) and "it does not count lookups of owned rows",
+            "trainable": not self.trainable and "its rows are never updated",
+            "cache_rows": self.cache_rows and "copies of rows serve in other modes",
+        }
+        for field, reason in reasons.items():
+            if reason:
+                raise ConfigError(
+                    f"Table({self.name!r}).{field} = {getattr(self, field)!r}: rows of this table cannot be owned by a "
+                    f"device, as {reason}. Leave this table at the parameter servers: set owned_rows to 0.",
+                    field=f"Table({self.name!r}).{field}",
+                )
 
     def optimizer_or(self, default: EmbeddingOptimizer | None) -> EmbeddingOptimizer | None:
         """Returns the optimizer of its rows: its own, or the default of a run; None if the table is not trainable."""

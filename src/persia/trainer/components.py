@@ -14,6 +14,7 @@ from persia.metrics import MetricsResult
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions, check_gpus
+from persia.nn.owned_tables import check_outputs_of_run
 from persia.nn.staging import Staging, staging_for
 from persia.optim import APMSqueeze
 from persia.services import Cluster, ProcessCluster
@@ -105,6 +106,8 @@ def assemble(
         ConfigError: the cluster or the device cannot run what is declared.
     """
     options = declared.options
+    publishes, records = options.publish is not None, options.record_dir is not None
+    check_outputs_of_run(declared.schema, publishes=publishes, records=records)
     trains_in_other_processes = isinstance(cluster, ProcessCluster)
     if isinstance(cluster, ProcessCluster):
         check_gpus(options.device, cluster.gpus)  # Before processes are started.

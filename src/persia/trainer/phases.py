@@ -20,6 +20,7 @@ from persia.modes import Dense, Gba, Mode, ModeChoice
 from persia.nn.arguments import NEW_MODE, check_arguments
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
+from persia.nn.owned_tables import check_ownership
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.optim import APMSqueeze
@@ -136,6 +137,7 @@ class Phases:
         check_arguments(mode=(mode, NEW_MODE))
         connection, options = self._connection, self._options
         name = type(mode).__name__
+        check_ownership(self._embeddings.schema.resolved_tables(), mode)
         if not self._trains_in_other_processes:
             mode.group(connection.nn_workers, self._state.local_batch or 1)
         if mode.dense() is not Dense.SERVER:
