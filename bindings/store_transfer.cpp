@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 
 #include "persia/hash.hpp"
@@ -24,14 +25,28 @@ nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::u
   return nb::make_tuple(to_tuple(std::move(rows), store.table(index)), following);
 }
 
+persia::BucketSet bucket_set(nb::handle chosen, const std::string& table) {
+  const auto flags = take<Flags>(chosen, table, "buckets must be bool [4096]");
+  if (flags.shape(0) != persia::kBuckets) {
+    throw std::invalid_argument("table '" + table + "': buckets must be bool [4096], not [" +
+                                std::to_string(flags.shape(0)) + "]");
+  }
+  persia::BucketSet buckets{persia::xxh64(table.data(), table.size(), 0), {}};
+  std::copy_n(flags.data(), persia::kBuckets, buckets.chosen.begin());
+  return buckets;
+}
+
 void begin_snapshot(Store& store, std::size_t index, std::uint32_t id, std::uint32_t since,
-                    const std::string& directory, std::size_t buffer_bytes, std::size_t evicted_limit, bool live) {
-  const auto& all = store.table(index).all;
+                    const std::string& directory, std::size_t buffer_bytes, std::size_t evicted_limit, bool live,
+                    nb::object buckets) {
+  const auto& table = store.table(index);
+  const auto& all = table.all;
+  persia::SnapshotOptions options{id, since, directory, buffer_bytes, evicted_limit, live, std::nullopt};
+  if (!buckets.is_none()) options.only = bucket_set(buckets, table.config.name);
+  const nb::gil_scoped_release release;
   std::size_t begun = 0;
   try {
-    for (; begun < all.size(); ++begun) {
-      all[begun]->begin_snapshot({id, since, directory, buffer_bytes, evicted_limit, live});
-    }
+    for (; begun < all.size(); ++begun) all[begun]->begin_snapshot(options);
   } catch (...) {  // Else nobody would end those of the other shards.
     while (begun > 0) all[--begun]->end_snapshot();
     throw;
@@ -137,15 +152,9 @@ std::uint64_t remove_rows(Store& store, std::size_t index, nb::object ids) {
 }
 
 std::uint64_t remove_buckets(Store& store, std::size_t index, std::size_t shard, nb::object chosen) {
-  const auto& name = store.table(index).config.name;
-  const auto flags = take<Flags>(chosen, name, "buckets must be bool [4096]");
-  if (flags.shape(0) != persia::kBuckets) {
-    throw std::invalid_argument("table '" + name + "': buckets must be bool [4096], not [" +
-                                std::to_string(flags.shape(0)) + "]");
-  }
+  const persia::BucketSet buckets = bucket_set(chosen, store.table(index).config.name);
   const nb::gil_scoped_release release;
-  return store.shard(index, shard)
-      .remove_buckets({persia::xxh64(name.data(), name.size(), 0), {flags.data(), flags.shape(0)}});
+  return store.shard(index, shard).remove_buckets(buckets);
 }
 
 // Time, marks made, stamp before which rows have expired, unit; then time and clock of each mark.
@@ -226,7 +235,7 @@ void register_store_transfer(nb::class_<Store>& store) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   store.def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"))
       .def("begin_snapshot", &begin_snapshot, nb::arg("table"), nb::arg("id"), nb::arg("since"), nb::arg("directory"),
-           nb::arg("buffer_bytes"), nb::arg("evicted_limit"), nb::arg("live"), Release())
+           nb::arg("buffer_bytes"), nb::arg("evicted_limit"), nb::arg("live"), nb::arg("buckets").none())
       .def("export_snapshot", &export_snapshot, nb::arg("table"), nb::arg("shard"), nb::arg("id"), nb::arg("max_rows"))
       .def("snapshot_evicted", &snapshot_evicted, nb::arg("table"), nb::arg("shard"), nb::arg("id"))
       .def("end_snapshot", &end_snapshot, nb::arg("table"), Release())

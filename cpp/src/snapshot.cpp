@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -24,6 +25,7 @@ Snapshot::Snapshot(const SnapshotOptions& options, std::uint32_t expired_before,
       all_(options.since == 0),
       live_(options.live),
       expired_before_(expired_before),
+      only_(options.only),
       rows_(rows),
       old_(options.directory, stride, options.buffer_bytes),
       before_(std::move(before)) {}
@@ -64,14 +66,21 @@ bool Snapshot::read(const RowStore& rows, const ChangedRows& now, RowBatch& batc
   for (std::uint64_t number = begin; number < end; ++number) {
     if (kept != old.end() && kept->tag.number == number) {
       const auto& header = *reinterpret_cast<const RowHeader*>(kept->row);
-      if (!had_expired(header.stamp)) rows.append(kept->row, kept->tag.last_step, batch);
+      if (takes(header.key(), header.stamp)) rows.append(kept->row, kept->tag.last_step, batch);
       // A row that was about to change, and did not as there was no space, is there twice, with the same bytes.
       while (kept != old.end() && kept->tag.number == number) ++kept;
     } else if (const auto n = static_cast<std::uint32_t>(number); in_place(n, now)) {
-      if (!had_expired(rows.row(n)->stamp)) rows.append(n, batch);
+      if (const RowHeader& header = *rows.row(n); takes(header.key(), header.stamp)) rows.append(n, batch);
     }
   }
   return end < rows_;
+}
+
+std::vector<std::uint64_t> Snapshot::evicted() const {
+  std::vector<std::uint64_t> ids;
+  std::copy_if(before_.evicted.begin(), before_.evicted.end(), std::back_inserter(ids),
+               [this](std::uint64_t id) { return wants(id); });
+  return ids;
 }
 
 void Snapshots::check(const SnapshotOptions& options) const {

@@ -373,7 +373,8 @@ bool Tier::read_snapshot(Snapshot& snapshot, RowBatch& rows) {
   try {
     read_records();
     for (std::size_t i = 0; i < records_.size(); ++i) {
-      if (const TierRow stored = row(i); !snapshot.had_expired(stamp_of(stored))) append(stored, rows);
+      const TierRow stored = row(i);
+      if (snapshot.takes(stored.header().key(), stamp_of(stored))) append(stored, rows);
     }
   } catch (const std::exception& error) {
     snapshot.fail(error.what());  // These rows have been passed.

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -10,6 +11,7 @@
 
 #include "check.hpp"
 #include "one_table.hpp"
+#include "persia/hash.hpp"
 
 using namespace persia;
 
@@ -30,8 +32,9 @@ struct Fixture {
     for (Shard* shard : store.table(0).all) shard->export_rows(0, ~std::uint64_t{0} >> 1, shards.emplace_back());
     return shards;
   }
-  void begin(std::uint32_t id, std::uint32_t since = 0, std::size_t buffer = 1 << 20) {
-    for (Shard* shard : store.table(0).all) shard->begin_snapshot({id, since, "/tmp", buffer, 1 << 20, false});
+  void begin(std::uint32_t id, std::uint32_t since = 0, std::size_t buffer = 1 << 20,
+             const std::optional<BucketSet>& only = {}) {
+    for (Shard* shard : store.table(0).all) shard->begin_snapshot({id, since, "/tmp", buffer, 1 << 20, false, only});
   }
   void end() {
     for (Shard* shard : store.table(0).all) shard->end_snapshot();
@@ -48,6 +51,32 @@ Keys draw(std::mt19937_64& random, std::size_t count, std::uint64_t below) {
 RowBatch rest_of(Shard& shard, std::uint64_t most, std::uint32_t id = 2) {
   RowBatch rows;
   while (shard.export_snapshot(id, most, rows)) {
+  }
+  return rows;
+}
+
+BucketSet some_buckets(std::mt19937_64& random) {
+  BucketSet buckets{xxh64("t", 1, 0), {}};
+  for (auto& chosen : buckets.chosen) chosen = random() % 3 == 0;
+  return buckets;
+}
+
+// The rows of some buckets.
+RowBatch rows_of(const RowBatch& all, const BucketSet& buckets) {
+  RowBatch rows;
+  for (std::size_t i = 0; i < all.ids.size(); ++i) {
+    if (!buckets.has(all.ids[i])) continue;
+    const auto add = [&](auto& to, const auto& from) {
+      const auto width = static_cast<std::ptrdiff_t>(from.size() / all.ids.size());
+      const auto begin = from.begin() + static_cast<std::ptrdiff_t>(i) * width;
+      to.insert(to.end(), begin, begin + width);
+    };
+    add(rows.ids, all.ids);
+    add(rows.embeddings, all.embeddings);
+    add(rows.states, all.states);
+    add(rows.update_counts, all.update_counts);
+    add(rows.last_steps, all.last_steps);
+    add(rows.stamps, all.stamps);
   }
   return rows;
 }
@@ -152,6 +181,53 @@ TEST(a_snapshot_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
       f.end();
     }
   });
+}
+
+TEST(a_snapshot_of_some_buckets_has_their_rows_alone) {
+  for_each_row_shape([] {
+    std::mt19937_64 random(7);
+    const BucketSet buckets = some_buckets(random);
+    Fixture f(20000, 2);
+    f.look(draw(random, 25000, 40000));
+    const auto before = f.now();
+    f.begin(2, 0, 500, buckets);
+    const auto train = [&](std::uint32_t step) {
+      const Keys keys = draw(random, 500, 60000);  // new ids evict old ones
+      f.look(keys);
+      f.push(keys, step);
+    };
+    for (std::size_t s = 0; s < 2; ++s) {
+      RowBatch rows;
+      while (f.store.shard(0, s).export_snapshot(2, 100, rows)) train(8);
+      CHECK(same(rows, rows_of(before[s], buckets)));
+    }
+    f.end();
+    for (int more = 0; more < 10; ++more) train(9);
+    const auto since = f.now();
+    f.begin(3, 2, 500, buckets);
+    for (std::size_t s = 0; s < 2; ++s) {
+      Shard& shard = f.store.shard(0, s);
+      for (const auto id : shard.snapshot_evicted(3)) CHECK(buckets.has(id));
+      CHECK(!shard.snapshot_evicted(3).empty());
+      RowBatch rows;
+      while (shard.export_snapshot(3, 100, rows)) train(9);
+      const RowBatch all = rows_of(since[s], buckets);
+      for (const auto id : rows.ids) CHECK(std::find(all.ids.begin(), all.ids.end(), id) != all.ids.end());
+      CHECK(rows.ids.size() < all.ids.size());
+      CHECK(!rows.ids.empty());
+    }
+    f.end();
+  });
+}
+
+TEST(old_rows_of_other_buckets_are_not_kept) {
+  Fixture f(10000, 1);
+  const Keys keys = range(0, 5000);
+  f.look(keys);
+  Shard& shard = f.store.shard(0, 0);
+  shard.begin_snapshot({2, 0, "/nowhere", 1, 0, false, BucketSet{xxh64("t", 1, 0), {}}});
+  f.push(keys, 9);
+  CHECK(rest_of(shard, 10000).ids.empty());  // Without a file of old rows, which would have ended it.
 }
 
 TEST(threads_may_train_while_a_snapshot_is_read) {

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from persia.errors import StoreError
 from persia.ps.row_chunks import set_rows
 from persia.store import NativeStore, Spill, TableConfig
-from persia.types import RowState
+from persia.types import BUCKETS, RowState
 from support.examples import examples
 from support.stores import STORES, contents, lookup, update
+from support.twins.batching import bucket as bucket_of
 from support.twins.random_rows import shard_of
 from support.twins.store import ReferenceStore
 
@@ -54,6 +55,8 @@ def test_any_history(data):
     buffer = data.draw(st.sampled_from([1, 500, 1 << 20]))
     limit = data.draw(st.sampled_from([1 << 18, 1 << 18, 40]))
     ttl = data.draw(st.sampled_from([0, 2, 5]))
+    share = data.draw(st.sampled_from([None, 0.1, 0.5]))  # Of the buckets that snapshots take.
+    buckets = None if share is None else random.random(BUCKETS) < share
     config = TableConfig("t", 3, capacity=data.draw(st.integers(5, 80)), shards=shards, optimizer="adam", ttl=ttl)
     store, reference = both = NativeStore(), ReferenceStore()
     for s in both:
@@ -72,8 +75,8 @@ def test_any_history(data):
         since = known if random.integers(4) else 0
         live = not random.integers(3)
         spill = Spill("/tmp", buffer, limit, live)
-        epoch = store.begin_snapshot(0, since, spill)
-        assert reference.begin_snapshot(0, since, spill) == epoch
+        epoch = store.begin_snapshot(0, since, spill, buckets)
+        assert reference.begin_snapshot(0, since, spill, buckets) == epoch
         now, left = by_id(contents(reference).values()), [left_before(reference, shard) for shard in range(shards)]
         if not since:
             model = {}
@@ -103,6 +106,8 @@ def test_any_history(data):
             for id_, row in rows.items()
             if np.frombuffer(row[-1], np.uint32)[0] >= left[shard]
         }
+        if buckets is not None:
+            now = {id_: row for id_, row in now.items() if buckets[bucket_of("t", id_)]}
         assert live or present == now
         assert store.changes_since(0) in (epoch, 0 if limit < 1000 else epoch)
     assert by_id(contents(store).values()) == by_id(contents(reference).values())

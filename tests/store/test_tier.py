@@ -136,7 +136,9 @@ def any_history(make, data, path):
         elif action == "snapshot":
             # Rows move while it is read: it has those of its beginning, each once.
             whole = since is None or data.draw(st.booleans())
-            epochs = [s.begin_snapshot(0, 0 if whole else since, Spill(str(path))) for s in both]
+            share = data.draw(st.sampled_from([1.0, 0.5]))
+            taken = random.random(BUCKETS) < share if share < 1 else None
+            epochs = [s.begin_snapshot(0, 0 if whole else since, Spill(str(path)), taken) for s in both]
             since = epochs[0]
             found = [{}, {}]
             keys = np.unique(random.choice(universe, random.integers(0, 30)))

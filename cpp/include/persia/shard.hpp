@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "persia/bucket_set.hpp"
 #include "persia/change_log.hpp"
 #include "persia/layout.hpp"
 #include "persia/memory_rows.hpp"
@@ -66,15 +67,6 @@ struct ShardState {
   TtlState ttl{};
 };
 
-// Buckets of the ids of one table; see `bucket_of`.
-struct BucketSet {
-  std::uint64_t name_hash;       // XXH64 of the table's name
-  std::span<const bool> chosen;  // [kBuckets]
-
-  // Returns whether the bucket of an id is in the set.
-  bool has(std::uint64_t id) const { return chosen[bucket_of(name_hash, id)]; }
-};
-
 // Thread-safe: all methods lock unless noted, or unless they get locks.
 class Shard {
  public:
@@ -127,8 +119,8 @@ class Shard {
   // Takes a snapshot. `export_snapshot` then returns the rows of this moment. One at a time.
   void begin_snapshot(const SnapshotOptions& options);
   // Appends the next `max_rows` or more rows of the snapshot of this id, in row order, to `rows`, and locks for a
-  // few of them at a time. Returns whether there may be more. Throws std::runtime_error if the snapshot is lost or
-  // ended.
+  // few of them at a time; rows of buckets that it leaves out count, but are not appended. Returns whether there may be
+  // more. Throws std::runtime_error if the snapshot is lost or ended.
   bool export_snapshot(std::uint32_t id, std::uint64_t max_rows, RowBatch& rows);
   // Returns the ids of rows that were evicted between `SnapshotOptions::since` and the snapshot.
   std::vector<std::uint64_t> snapshot_evicted(std::uint32_t id);

@@ -7,9 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "persia/bucket_set.hpp"
 #include "persia/changed_rows.hpp"
 #include "persia/old_rows.hpp"
 #include "persia/row_store.hpp"
@@ -24,8 +26,9 @@ struct SnapshotOptions {
   std::uint32_t since = 0;  // leaves out rows that have not changed since the snapshot of this id; 0: takes all
   std::string directory;    // of old rows
   std::size_t buffer_bytes = std::size_t{1} << 20;
-  std::size_t evicted_limit = 0;  // ids of rows evicted from the snapshot on are remembered, at most this number
-  bool live = false;              // rows as they are when they are read, instead: no old rows are kept
+  std::size_t evicted_limit = 0;    // ids of rows evicted from the snapshot on are remembered, at most this number
+  bool live = false;                // rows as they are when they are read, instead: no old rows are kept
+  std::optional<BucketSet> only{};  // leaves out rows of other buckets; none: takes all
 };
 
 // A snapshot that is being read. Not thread-safe: guarded by the lock of its shard.
@@ -39,7 +42,8 @@ class Snapshot {
   // Keeps a row of the snapshot before its first change. Does not throw: on failure the snapshot is lost and training
   // continues.
   void keep(OldRows::Tag tag, const std::byte* row) noexcept {
-    if (!live_ && tag.number >= next_ && changed_before(tag.number) && failure_.empty()) keep_old(tag, row);
+    if (live_ || tag.number < next_ || !changed_before(tag.number) || !failure_.empty()) return;
+    if (wants(reinterpret_cast<const RowHeader*>(row)->key())) keep_old(tag, row);
   }
   // Marks the snapshot as lost.
   void fail(const std::string& why) noexcept;
@@ -51,12 +55,21 @@ class Snapshot {
   std::uint32_t id() const { return id_; }
   // Returns whether a record of the tier that was live when the snapshot began belongs to it.
   bool wants_record(std::uint32_t record) const { return all_ || before_.records.has(record); }
-  // Returns whether a row with this stamp had expired when the snapshot began.
-  bool had_expired(std::uint32_t stamp) const { return stamp < expired_before_; }
+  // Returns whether the reader takes a row that belongs to the snapshot: not if it had expired when the snapshot began,
+  // nor, which counts, if its bucket is left out.
+  bool takes(std::uint64_t id, std::uint32_t stamp) {
+    if (stamp < expired_before_) return false;
+    const bool wanted = wants(id);
+    left_out_ += !wanted;
+    return wanted;
+  }
+  // Returns the number of rows that the reader has left out, of other buckets.
+  std::uint64_t left_out() const { return left_out_; }
   // Returns the ids that were evicted before the snapshot.
-  const std::vector<std::uint64_t>& evicted() const { return before_.evicted; }
+  std::vector<std::uint64_t> evicted() const;
 
  private:
+  bool wants(std::uint64_t id) const { return !only_ || only_->has(id); }
   void keep_old(OldRows::Tag tag, const std::byte* row) noexcept;
   const std::vector<OldRows::Old>& pass(std::uint64_t end);
   bool changed_before(std::uint32_t number) const { return all_ || before_.rows.has(number); }
@@ -69,6 +82,8 @@ class Snapshot {
   bool all_;
   bool live_;
   std::uint32_t expired_before_;
+  std::optional<BucketSet> only_;
+  std::uint64_t left_out_ = 0;
   std::uint64_t rows_;
   std::uint64_t next_ = 0;  // the reader has passed the rows below
   OldRows old_;

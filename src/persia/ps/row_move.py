@@ -123,7 +123,8 @@ class RowMove:
         """Sends what has changed since the last pass, or all rows."""
         began = time.monotonic()
         name = f"move-{self.after.version}-{secrets.token_hex(8)}"
-        while (info := self._snapshots.begin_after_others(name, self._numbers, tempfile.gettempdir())) is None:
+        leaving, place = self._owners != self._rank, tempfile.gettempdir()
+        while (info := self._snapshots.begin_after_others(name, self._numbers, place, leaving)) is None:
             if stop.wait(CHECKPOINT_SECONDS):
                 return
         before, sent = self._status, 0
@@ -163,7 +164,10 @@ class RowMove:
             self._peer(server).begin_receiving(self.after, self._rank, self._copy)
 
     def _by_recipient(self, chunk: RowChunk) -> Iterator[tuple[int, RowChunk]]:
-        """Yields the part of a chunk for each PS that will own any of it."""
+        """Yields the part of a chunk of rows that leave for each PS that will own any of it."""
+        if len(self._recipients) == 1:
+            yield self._recipients[0], chunk
+            return
         owners: NDArray[np.uint16] = self._owners[batching.buckets_of(chunk.table, chunk.arrays["ids"])]
         for server in self._recipients:
             chosen = np.flatnonzero(owners == server)

@@ -13,7 +13,7 @@ from persia.ps.ownership import OwnedRows
 from persia.ps.row_chunks import row_chunk
 from persia.services import RowChunk, SnapshotInfo
 from persia.store import EmbeddingStore, Spill
-from persia.types import RowsToWrite, WrittenPart
+from persia.types import BoolArray, RowsToWrite, WrittenPart
 
 __all__ = ["StoreSnapshots"]
 
@@ -57,10 +57,15 @@ class StoreSnapshots:
                 return self._info
             return self._begin(name, since, directory, live)
 
-    def begin_after_others(self, name: str, since: Mapping[str, int], directory: str) -> SnapshotInfo | None:
-        """Begins a snapshot of rows as they are when they are read; returns None while there is another one."""
+    def begin_after_others(
+        self, name: str, since: Mapping[str, int], directory: str, buckets: BoolArray
+    ) -> SnapshotInfo | None:
+        """Begins a snapshot of the rows of some buckets, bool `[BUCKETS]`, as they are when they are read.
+
+        Returns None while there is another one.
+        """
         with self._lock:
-            return self._begin(name, since, directory, True) if self._name is None else None
+            return self._begin(name, since, directory, True, buckets) if self._name is None else None
 
     @property
     def reading(self) -> bool:
@@ -68,7 +73,9 @@ class StoreSnapshots:
         with self._lock:
             return self._name is not None
 
-    def _begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> SnapshotInfo:
+    def _begin(
+        self, name: str, since: Mapping[str, int], directory: str, live: bool, buckets: BoolArray | None = None
+    ) -> SnapshotInfo:
         self._end()
         self._buckets = self.owned.ownership.buckets
         known = {table: self._store.changes_since(index) for table, index in self._tables.items()}
@@ -77,7 +84,7 @@ class StoreSnapshots:
         numbers: dict[str, int] = {}
         try:
             for table, index in self._tables.items():
-                numbers[table] = self._store.begin_snapshot(index, 0 if whole else known[table], spill)
+                numbers[table] = self._store.begin_snapshot(index, 0 if whole else known[table], spill, buckets)
         except StoreError:
             self._end()
             raise

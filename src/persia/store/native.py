@@ -241,12 +241,12 @@ class NativeStore(EmbeddingStore):
                 if len(rows.ids):
                     yield shard, rows
 
-    def begin_snapshot(self, table: int, since: int, spill: Spill) -> int:
+    def begin_snapshot(self, table: int, since: int, spill: Spill, buckets: NDArray[np.bool_] | None = None) -> int:
         """See `EmbeddingStore.begin_snapshot`."""
         shards = range(self.config(table).resolved_shards)
         epoch = 1 + max(int(self.export_state(table, shard)["clocks"][1]) for shard in shards)
         with _store_errors:
-            self._native.begin_snapshot(table, epoch, since, *spill)
+            self._native.begin_snapshot(table, epoch, since, *spill, buckets)
         return epoch
 
     def changes_since(self, table: int) -> int:

@@ -314,7 +314,7 @@ class EmbeddingStore(Protocol):
         They are unknown before the first snapshot, and after more evictions than `Spill.evicted_limit`.
         """
 
-    def begin_snapshot(self, table: int, since: int, spill: Spill) -> int:
+    def begin_snapshot(self, table: int, since: int, spill: Spill, buckets: NDArray[np.bool_] | None = None) -> int:
         """Begins a store snapshot: `export_snapshot` returns rows as they are now, while they continue to change.
 
         Before a row changes for the first time, its old bytes are written to an unnamed file; writers wait for that
@@ -325,6 +325,8 @@ class EmbeddingStore(Protocol):
             table: number of the table.
             since: leave out rows that have not changed since the snapshot of this number; 0 for all rows.
             spill: options for the old bytes.
+            buckets: bool [4096], whether to take the rows, and evicted ids, of each bucket; None for all. Rows on disk
+                of other buckets are read, too, as only they say their id.
 
         Returns:
             The number of this snapshot, for `since` of a later one. Numbers increase.
@@ -337,7 +339,8 @@ class EmbeddingStore(Protocol):
     def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:
         """Returns the next rows of a snapshot, in row order, and whether there may be more.
 
-        Returns up to `max_rows` + 4,096 rows. The shard is locked for 4,096 rows at a time.
+        Returns up to `max_rows` + 4,096 rows, less those of buckets that the snapshot does not take. The shard is
+        locked for 4,096 rows at a time.
 
         Raises:
             StoreError: the snapshot was ended, or its old rows could not be kept; the message gives the reason.

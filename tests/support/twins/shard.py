@@ -345,8 +345,8 @@ class ReferenceShard:
         """Ends the record of evicted ids: the next snapshot has to take all rows."""
         self.changes_since, self.evicted, self.evicted_limit = 0, [], 0
 
-    def begin_snapshot(self, epoch: int, since: int, spill: Spill) -> None:
-        """Copies the rows changed since an earlier snapshot."""
+    def begin_snapshot(self, epoch: int, since: int, spill: Spill, taken: Callable[[int], bool]) -> None:
+        """Copies the rows changed since an earlier snapshot, of the ids that are taken."""
         rows: Iterator[ReferenceRow]
         before = self.left_before
         if spill.live and self.cold is None:  # A generator looks at a row when it is read.
@@ -354,7 +354,8 @@ class ReferenceShard:
             rows = (row for row in places if row.epoch >= since and row.stamp >= before)
         else:
             rows = iter([copy.deepcopy(row) for row in self.all_rows() if row.epoch >= since])
-        self.snapshot = _Snapshot(epoch, rows, self.evicted)
+        evicted = [id_ for id_ in self.evicted if taken(id_)]
+        self.snapshot = _Snapshot(epoch, (row for row in rows if taken(row.id)), evicted)
         self.epoch = self.changes_since = epoch
         self.evicted, self.evicted_limit = [], spill.evicted_limit
 

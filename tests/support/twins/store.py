@@ -315,13 +315,18 @@ class ReferenceStore(EmbeddingStore):
         return known.pop() if len(known) == 1 else 0
 
     @_locked
-    def begin_snapshot(self, table: int, since: int, spill: Spill) -> int:
+    def begin_snapshot(self, table: int, since: int, spill: Spill, buckets: NDArray[np.bool_] | None = None) -> int:
         """See `EmbeddingStore.begin_snapshot`. Copies all rows, in memory."""
+        name = self.config(table).name
+
+        def taken(id_: int) -> bool:
+            return buckets is None or bool(buckets[bucket_of(name, id_)])
+
         epoch = 1 + max(shard.epoch for shard in self._shards(table))
         for shard in self._shards(table):
             shard.check_snapshot(since)
         for shard in self._shards(table):
-            shard.begin_snapshot(epoch, since, spill)
+            shard.begin_snapshot(epoch, since, spill, taken)
         return epoch
 
     @_locked
