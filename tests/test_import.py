@@ -42,3 +42,13 @@ def test_a_trainer_of_batches_of_ones_own_needs_no_readers():
     found = loaded("import persia; persia.Trainer; persia.nn.models.FFNN")
     assert not [name for name in found if name.startswith("persia.data")]
     assert "torch" in found
+
+
+def test_the_process_of_a_ps_loads_nothing_of_other_roles():
+    """It joins, or restarts, while training waits for it."""
+    pytest.importorskip("ray")
+    found = loaded("import persia.cluster.ray.server_host")
+    others = ("coordinator", "data", "worker", "nn", "trainer", "checkpoint", "cluster.embedded", "metrics")
+    names = tuple(f"persia.{name}" for name in others)
+    assert not [name for name in found if name in names or name.startswith(tuple(f"{n}." for n in names))]
+    assert "persia.ps.server" in found

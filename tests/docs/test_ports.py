@@ -28,7 +28,7 @@ OPENS = re.compile(
 KINDS = {
     "rpc/port.py": "calls between roles",
     "rpc/__init__.py": "calls between roles",  # An example.
-    "cluster/ray/hosts.py": "calls between roles",
+    "cluster/ray/host.py": "calls between roles",
     "cluster/ray/nn_worker.py": "rendezvous store",
     "dense/all_reduce.py": "gradients of the network",
     "dense/group.py": "gradients of the network",

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from persia import rpc
-from persia.cluster.ray.hosts import _ControlPlane, _Observable, together
+from persia.cluster.ray.host import _Observable, together
+from persia.cluster.ray.hosts import _ControlPlane
 from persia.coordinator import CoordinatorServer, TokenScheduler
 from persia.data.streams.offset_log import OffsetLog
 from persia.services import ControlPlane, Observable

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from persia.cluster.embedded import Embedded
-from persia.cluster.scaler import Scaler
 from persia.errors import MissingExtraError
 
 if TYPE_CHECKING:
+    from persia.cluster.embedded import Embedded
     from persia.cluster.ray.cluster import Ray
     from persia.cluster.ray.options import RayOptions
     from persia.cluster.ray.placement import Placement
+    from persia.cluster.scaler import Scaler
 
 __all__ = ["Embedded", "Placement", "Ray", "RayOptions", "Scaler"]
 
 
 def __getattr__(name: str) -> Any:
-    # Ray takes a second to import, and is an extra.
+    # Each process of a cluster imports this package, and few need any of these. Ray is an extra, too.
+    if name == "Embedded":
+        from persia.cluster.embedded import Embedded
+
+        return Embedded
+    if name == "Scaler":
+        from persia.cluster.scaler import Scaler
+
+        return Scaler
     if name == "RayOptions":
         from persia.cluster.ray.options import RayOptions
 

@@ -23,7 +23,7 @@ import ray
 
 from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.feeding import SourceKind
-from persia.cluster.ray.hosts import Host, together
+from persia.cluster.ray.host import Host, together
 from persia.cluster.ray.process_plan import Plan, Service
 from persia.cluster.ray.sigterm import on_sigterm
 from persia.errors import ConfigError

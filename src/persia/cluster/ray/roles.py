@@ -13,7 +13,6 @@ import ray
 from persia import rpc
 from persia.cluster.ray.attachment import RunAttachment
 from persia.cluster.ray.capacities import server_capacities
-from persia.cluster.ray.connection import reach_coordinator, reach_stream_log, reach_tokens
 from persia.cluster.ray.feeding import LoaderFeed, SourceKind
 from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingWorkerHost
 from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost, warn_of_idle_gpus
@@ -23,6 +22,7 @@ from persia.cluster.ray.process_plan import Plan, Service, here, seat_of
 from persia.cluster.ray.processes import Process, Processes, connect, make_plan
 from persia.cluster.ray.runs import RESTARTED
 from persia.cluster.ray.server_host import EmbeddingServerHost
+from persia.cluster.ray.stubs import reach_coordinator, reach_stream_log, reach_tokens
 from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
 from persia.ps.shares import Shares

@@ -1,13 +1,13 @@
-"""The process of an embedding PS. Does not import torch."""
+"""The process of an embedding PS. Imports little, so that one that joins or restarts serves soon."""
 
 from __future__ import annotations
 
 from persia import rpc
 from persia.cluster import numa
-from persia.cluster.ray.connection import reach, reach_coordinator
 from persia.cluster.ray.driver_folder import server_directory
-from persia.cluster.ray.hosts import Host, cores, together, usable_processors
+from persia.cluster.ray.host import Host, cores, together, usable_processors
 from persia.cluster.ray.process_plan import Plan, ServerSeat, Service
+from persia.cluster.ray.stubs import reach, reach_coordinator
 from persia.errors import StoreError
 from persia.membership.listener import Listener
 from persia.membership.reached_servers import ReachedServers
