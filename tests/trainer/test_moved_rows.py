@@ -20,7 +20,6 @@ def soon(monkeypatch):
     monkeypatch.setattr("persia.ps.row_move.PAUSE_SECONDS", 0.02)
     monkeypatch.setattr("persia.ps.row_move.CHECKPOINT_SECONDS", 0.02)
     monkeypatch.setattr("persia.membership.map_rounds.WATCH_SECONDS", 0.02)
-    monkeypatch.setattr("persia.membership.map_rounds.IDLE_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(4), Gba(64)], ids=["sync", "hybrid", "gba"])

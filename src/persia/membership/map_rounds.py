@@ -32,10 +32,7 @@ LOG = get_logger("persia.cluster")
 T = TypeVar("T")
 
 WATCH_SECONDS = 0.25
-"""Interval of asking for the progress of donors."""
-
-IDLE_SECONDS = 1.0
-"""Interval of asking for an order."""
+"""Interval of asking for an order, and for the progress of donors."""
 
 SHORT_SECONDS = 0.5
 """Duration of a donor's pass after which its last difference is short enough to pause training for it."""
@@ -129,7 +126,7 @@ class MapRounds:
     # --- while training goes on -----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed.wait(IDLE_SECONDS if self._begun is None else WATCH_SECONDS):
+        while not self._closed.wait(WATCH_SECONDS):
             try:
                 with self._lock:
                     if not self._closed.is_set():

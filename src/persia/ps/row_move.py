@@ -27,7 +27,8 @@ __all__ = ["RowMove"]
 LOG = get_logger("persia.ps")
 
 PAUSE_SECONDS = 0.5
-"""Pause between two passes, so that a move costs little until it is finished."""
+"""Pause after a pass that took less than this, so that a move costs little until it is finished. After a longer one,
+with the rows that have changed meanwhile, little is left."""
 
 BACKOFF = Backoff(0.1, 5.0)
 """Pauses after failures."""
@@ -102,7 +103,7 @@ class RowMove:
     def _run(self, stop: threading.Event) -> None:
         pause = BACKOFF.first
         while not stop.is_set():
-            last = self._finish.is_set()
+            last, began = self._finish.is_set(), time.monotonic()
             try:
                 self._pass(stop, last)
             except Exception as error:  # Whatever it is, the next pass sends all rows.
@@ -116,7 +117,7 @@ class RowMove:
             if last:
                 self._status = self._status._replace(complete=not stop.is_set())
                 return
-            if not stop.is_set():
+            if not stop.is_set() and time.monotonic() - began < PAUSE_SECONDS:
                 self._finish.wait(PAUSE_SECONDS)
 
     def _pass(self, stop: threading.Event, last: bool) -> None:
