@@ -9,7 +9,7 @@ gpu.rows_1m_128_cached   the same with 80 % of the rows of each batch on the dev
 gpu.rows_1m_128_vs_uva   rows/s of the first over plain PyTorch, whose tables are pinned host memory that kernels on the
                          device read and write over the bus (UVA), without a hash table: ids are places
 
-Needs a CUDA device, but for preset smoke. `persia.nn.owned_rows` is not used by training yet.
+Needs a CUDA device, but for preset smoke.
 """
 
 from __future__ import annotations

@@ -202,6 +202,13 @@ def test_what_does_not_fit_is_refused(how, arguments, message):
         assert ps.statistics()["t"]["rows"] == 1
 
 
+def test_ids_of_another_dtype_are_refused():
+    """In this process; a message with them does not fit its type."""
+    ps = EmbeddingServer({"t": Table("t", 4)}, Adam(0.1), Hybrid(), 1, 1)
+    with pytest.raises(StoreError, match=r"ids are uint64 \[n\]"):
+        ps.set_rows(1, "t", np.array([1]), values(1), None)
+
+
 def test_adam_goes_on_from_the_state_that_was_set():
     """Bias correction follows the update count that came with the state."""
     tables = {"t": Table("t", 4)}

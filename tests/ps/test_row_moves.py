@@ -389,6 +389,26 @@ def test_a_checkpoint_delays_what_comes_and_what_is_removed():
     cluster.check_places()
 
 
+def test_rows_come_while_a_checkpoint_of_their_receiver_is_read():
+    cluster = PSs(3, BucketMap.even(2))
+    after = cluster.buckets.moved(3)
+    cluster.train(range(100))
+    cluster.begin(after)
+    cluster.await_pass()
+    receiver = cluster.all[2]
+    receiver.begin_snapshot("checkpoint", {}, "/tmp")
+    known = receiver.statistics()["item"]["rows"]
+    cluster.train(range(100, 200))
+    cluster.await_pass(2)
+    until(lambda: receiver.statistics()["item"]["rows"] > known)
+    assert not any(len(chunk.arrays["ids"]) for chunk in receiver.snapshot_rows("checkpoint"))  # It owns none yet.
+    receiver.end_snapshot("checkpoint")
+    before = cluster.rows()
+    cluster.end(after)
+    assert cluster.rows() == before
+    cluster.check_places()
+
+
 def test_rows_that_come_back_wait_until_their_earlier_copies_are_removed():
     cluster = PSs(2, BucketMap.even(1))
     cluster.train(range(100))

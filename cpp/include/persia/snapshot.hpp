@@ -139,7 +139,7 @@ class Snapshots {
   }
   // Ends the snapshot, read or not.
   void end() { open_.reset(); }
-  // Throws std::runtime_error if a snapshot is being read: its rows must not be replaced.
+  // Throws std::runtime_error if a snapshot is being read: its rows must not be removed or cleared.
   void check_none() const;
 
   // Returns the id of the snapshot since which changes are known; 0 if they are unknown.

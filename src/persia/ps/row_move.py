@@ -27,8 +27,8 @@ __all__ = ["RowMove"]
 LOG = get_logger("persia.ps")
 
 PAUSE_SECONDS = 0.5
-"""Pause after a pass that took less than this, so that a move costs little until it is finished. After a longer one,
-with the rows that have changed meanwhile, little is left."""
+"""Pause after a pass with changes, so that a move costs little until it is finished. None follows the copy of all
+rows, during which many have changed."""
 
 BACKOFF = Backoff(0.1, 5.0)
 """Pauses after failures."""
@@ -103,9 +103,9 @@ class RowMove:
     def _run(self, stop: threading.Event) -> None:
         pause = BACKOFF.first
         while not stop.is_set():
-            last, began = self._finish.is_set(), time.monotonic()
+            last = self._finish.is_set()
             try:
-                self._pass(stop, last)
+                whole = self._pass(stop, last)
             except Exception as error:  # Whatever it is, the next pass sends all rows.
                 if not self._status.error and not stop.is_set():
                     LOG.warning("PS %d cannot move its rows; it tries again: %s", self._rank, str(error))
@@ -117,17 +117,17 @@ class RowMove:
             if last:
                 self._status = self._status._replace(complete=not stop.is_set())
                 return
-            if not stop.is_set() and time.monotonic() - began < PAUSE_SECONDS:
+            if not whole and not stop.is_set():
                 self._finish.wait(PAUSE_SECONDS)
 
-    def _pass(self, stop: threading.Event, last: bool) -> None:
-        """Sends what has changed since the last pass, or all rows."""
+    def _pass(self, stop: threading.Event, last: bool) -> bool:
+        """Sends what has changed since the last pass, or all rows; returns whether it has sent all rows."""
         began = time.monotonic()
         name = f"move-{self.after.version}-{secrets.token_hex(8)}"
         leaving, place = self._owners != self._rank, tempfile.gettempdir()
         while (info := self._snapshots.begin_after_others(name, self._numbers, place, leaving)) is None:
             if stop.wait(CHECKPOINT_SECONDS):
-                return
+                return False
         before, sent = self._status, 0
         try:
             if info.whole:  # Also after a pass that failed, or a checkpoint.
@@ -137,7 +137,7 @@ class RowMove:
                     self._send(server, removed=[part])
             for chunk in self._snapshots.rows(name):
                 if stop.is_set():
-                    return
+                    return False
                 for server, part in self._by_recipient(chunk):
                     self._send(server, rows=[part])
                     sent += len(part.arrays["ids"])
@@ -158,6 +158,7 @@ class RowMove:
             seconds=math.inf if again else time.monotonic() - began,
             error="",
         )
+        return info.whole
 
     def _begin_copy(self) -> None:
         self._copy, self._part = secrets.token_hex(16), 0

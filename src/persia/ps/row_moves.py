@@ -135,7 +135,7 @@ class RowMoves:
             self._check_next(after)
             if not self._loses(after):
                 return MoveStatus()
-            if self._donors(after):  # Both at once could wait for each other: no row comes while a pass reads rows.
+            if self._donors(after):  # Both at once could wait for each other: no copy begins while a pass reads rows.
                 raise StoreError(
                     f"PS {self._rank} would both lose and gain buckets by bucket map {after.version}. Make two moves.",
                     version=after.version,
@@ -295,7 +295,7 @@ class RowMoves:
         return chunk_rows(self._store.config(self._tables.number(chunk.table)), chunk)
 
     def _change(self, change: Callable[[], T]) -> T:
-        """Changes rows, once no checkpoint reads them and there is space."""
+        """Changes rows, once there is space; removes them, once no checkpoint reads them."""
         return retry(
             lambda: self._space.retry(change, "receive"),
             transient=lambda error: isinstance(error, StoreError) and self._snapshots.reading,

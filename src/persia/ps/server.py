@@ -409,7 +409,7 @@ class EmbeddingServer(MovableServer, StorageAccess):
         self._moves.check(map_version)
         number = self._numbers.number(table)
         try:
-            with self._changes.updating([number], Packed.of({table: ids}, np.uint64)):
+            with self._changes.updating([number], self._numbers.keys(table, ids)):
                 return self._setter.set(call, number, ids, values, state)
         finally:
             self._moves.check(map_version)  # If it was sealed meanwhile, the rows may have come too late.

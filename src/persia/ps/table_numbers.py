@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from persia.errors import StoreError
 from persia.schema import Table
 from persia.store import EmbeddingStore
-from persia.types import Gradients, PackedGradients
+from persia.types import Gradients, Ids, Packed, PackedGradients
 
 __all__ = ["TableNumbers"]
 
@@ -59,6 +61,13 @@ class TableNumbers:
             words = [self._store.config(number).row_words for number in numbers]
             self._last_places = list(names), numbers, dims, words
         return numbers, dims, words
+
+    def keys(self, table: str, ids: Ids) -> Packed[np.uint64]:
+        """Returns ids of one table. Raises StoreError unless they are uint64 `[n]`."""
+        try:
+            return Packed.of({table: ids}, np.uint64)
+        except ValueError as error:
+            raise StoreError(f"Rows of table {table!r}: {error}; ids are uint64 [n].", table=table) from error
 
     def packed(self, gradients: Mapping[str, Gradients]) -> PackedGradients:
         """Checks gradients before a step holds them, so that they cannot fail other NN workers; returns two buffers.

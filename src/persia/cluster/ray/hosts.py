@@ -42,14 +42,7 @@ __all__ = [
     "DataLoaderHost",
     "Deferred",
     "EmbeddingWorkerHost",
-    "Host",
-    "cores",
-    "together",
-    "usable_processors",
 ]
-
-REPORT_SECONDS = 1.0
-BIND_SECONDS = 5.0
 
 
 class CoordinatorHost(Host):
