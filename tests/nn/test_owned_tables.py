@@ -38,6 +38,15 @@ def owning(slots, tags=0, **table):
     return persia.Schema(declared.id_features, declared.dense_features, declared.labels, tables)
 
 
+def raising(error):
+    """A function that raises an error."""
+
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
 def assert_same_rows(mine, theirs):
     for table, found in mine.items():
         other = theirs[table]
@@ -229,10 +238,7 @@ def test_what_cannot_be_written_back_is_lost_and_counted(monkeypatch):
     embeddings, loop, _ = begun(owning(1000))
     unwritten = embeddings.owned.unwritten
 
-    def refuse(*_):
-        raise StoreError("There is no space.")
-
-    monkeypatch.setattr(RowAccess, "set", refuse)
+    monkeypatch.setattr(RowAccess, "set", raising(StoreError("There is no space.")))
     with pytest.raises(StoreError) as raised:
         loop.close()
     assert f"{unwritten.updates} updates of {unwritten.rows} rows that the device owned are lost" in str(
@@ -240,6 +246,42 @@ def test_what_cannot_be_written_back_is_lost_and_counted(monkeypatch):
     )
     assert embeddings.owned.lost == unwritten
     assert embeddings.owned.rows == 0
+
+
+def test_the_error_of_a_loop_is_raised_if_its_rows_cannot_be_written_back(monkeypatch):
+    embeddings, loop, _ = begun(owning(1000))
+    monkeypatch.setattr(RowAccess, "set", raising(StoreError("There is no space.")))
+    with pytest.raises(ZeroDivisionError) as raised:
+        loop.throw(ZeroDivisionError())
+    (note,) = raised.value.__notes__
+    assert "are lost" in note
+    assert "There is no space." in note
+    assert embeddings.owned.lost.updates > 0
+
+
+def test_rows_of_an_interrupted_end_are_written_back_before_rows_are_set(monkeypatch):
+    """They are not discarded with the others of the device."""
+    embeddings, loop, _ = begun(owning(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(RowAccess, "set", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            loop.close()
+    unwritten = embeddings.owned.unwritten
+    assert unwritten.updates > 0
+    written = []
+    setting = RowAccess.set
+    monkeypatch.setattr(RowAccess, "set", lambda *a: written.append(len(a[2])) or setting(*a))
+    embeddings.set_rows("item", [1 << 40], np.zeros((1, 4), np.float32))
+    assert sum(written) == unwritten.rows + 1
+    assert embeddings.owned == embeddings.owned._replace(rows=0, unwritten=Unwritten(), lost=Unwritten())
+
+
+def test_rows_may_be_set_after_a_pass_that_did_not_begin(monkeypatch):
+    embeddings = EmbeddingCollection(owning(9), optimizer=Adagrad(0.1), mode=Sync())
+    monkeypatch.setattr("persia.nn.collection.StepPass", raising(RuntimeError("no thread")))
+    with pytest.raises(RuntimeError, match="no thread"):
+        next(embeddings.prefetch(batches(1, owning(9))))
+    embeddings.set_rows("item", [1], np.zeros((1, 4), np.float32))
 
 
 @pytest.mark.parametrize(
@@ -273,8 +315,15 @@ def test_another_mode_is_refused():
 
 
 def test_more_rows_than_the_device_holds_are_refused(monkeypatch):
-    declared = owning(1 << 30)
+    """Each time, also if the rows of another table fit."""
+    declared = owning(9, 1 << 30)
     embeddings = EmbeddingCollection(declared, optimizer=Adagrad(0.1), mode=Sync())
     monkeypatch.setattr(type(embeddings._staging), "free_bytes", lambda _: 1 << 20)
-    with pytest.raises(ConfigError, match=r"owned_rows = 1073741824 needs [0-9,]+ bytes on the device"):
-        next(embeddings.prefetch(batches(1, declared)))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"owned_rows = 1073741824 needs [0-9,]+ bytes on the device"):
+            next(embeddings.prefetch(batches(1, declared)))
+
+
+def test_more_rows_than_a_table_has_are_refused():
+    with pytest.raises(ConfigError, match="owned_rows = 9 is more than its capacity = 8"):
+        persia.Table("item", 4, capacity=8, owned_rows=9)

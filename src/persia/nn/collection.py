@@ -403,14 +403,14 @@ class EmbeddingCollection(torch.nn.Module):
             yield from current.batches()
         finally:
             if not sys.is_finalizing():  # At the exit of a program torch is being taken down.
-                self._end_pass(current)
+                self._end_pass(current, sys.exc_info()[1])
         self._raise_push_failure()
 
-    def _end_pass(self, ended: TrainingPass) -> None:
+    def _end_pass(self, ended: TrainingPass, failure: BaseException | None) -> None:
         self._pass = None
         self._push_failure = ended.unraised_failure
         self._steps.warn_of_not_applied()
-        self._owned.close()
+        self._owned.close(failure)
 
     def _begin_pass(self, data: PassData, equal_steps: EqualSteps | None, tokens: TokenClient | None) -> TrainingPass:
         """Starts a training pass, with its threads."""

@@ -20,7 +20,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.reading_thread import ReadingThread
 from persia.telemetry.tracing import Tracer
 
-__all__ = ["InlinePass"]
+__all__ = ["InlinePass", "uninterrupted"]
 
 
 class InlinePass:
@@ -106,7 +106,7 @@ class InlinePass:
 
     def _push_until(self, left: int) -> None:
         """Runs pushes until at most `left` are left; see `await_pushes`."""
-        with _uninterrupted():
+        with uninterrupted():
             while len(self._pushes) > left and self.push_failure is None:
                 try:
                     self._pushes[0]()
@@ -162,7 +162,7 @@ class InlinePass:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Delays the KeyboardInterrupt of a loop of the user to its end: a push that is cut short is applied in part."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

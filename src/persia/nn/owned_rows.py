@@ -23,6 +23,9 @@ __all__ = ["HotRows", "OwnedBatch", "OwnedPlan", "OwnershipRule", "Unwritten"]
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """Spreads ids over slots (Fibonacci hashing), as the core does for copies of rows."""
 
+SLOT_BYTES = 48
+"""Memory of a slot in addition to values and optimizer state."""
+
 NEVER = -1
 """Last use of a slot that is empty."""
 
@@ -143,7 +146,7 @@ class HotRows:
     @staticmethod
     def slot_bytes(table: Table, optimizer: EmbeddingOptimizer) -> int:
         """Returns the memory of a row on the device."""
-        return 4 * (table.dim + RowUpdates(optimizer).state_width(table.dim)) + 48
+        return 4 * (table.dim + RowUpdates(optimizer).state_width(table.dim)) + SLOT_BYTES
 
     # --- a batch ----------------------------------------------------------------------------------------------------
 

@@ -34,9 +34,6 @@ S = TypeVar("S")
 IDLE_BATCHES = 32
 """Number of batches for which a row was not used before another may take its slot: rare rows displace no hot ones."""
 
-SLOT_BYTES = 48
-"""Memory of a slot in addition to values and optimizer state."""
-
 READS = frozenset({"begin_snapshot", "evaluate", "export_rows", "lookup", "lookup_ahead", "read_rows", "refresh"})
 """Calls of PSs and embedding workers that return values of rows."""
 
@@ -254,15 +251,16 @@ class OwnedTables:
         if recording:
             raise _refused(next(iter(self._tables.values())), RECORDING)
         with self.lock:
-            if not self.hot:
-                self._allocate(free())
-            self._training = True
+            self.hot = self.hot or self._allocated(free())
         return True
 
-    def _allocate(self, left: int) -> None:
+    def _allocated(self, left: int) -> dict[str, HotRows]:
+        """Returns empty slots of all tables. Raises ConfigError, before any is made, unless they fit into memory."""
+        optimizers: dict[str, EmbeddingOptimizer] = {}
         for name, table in self._tables.items():
             optimizer = table.optimizer_or(self._optimizer)
             assert optimizer is not None  # Such a table is trainable.
+            optimizers[name] = optimizer
             size = table.owned_rows * HotRows.slot_bytes(table, optimizer)
             if size > left:
                 raise ConfigError(
@@ -271,14 +269,20 @@ class OwnedTables:
                     field=f"Table({name!r}).owned_rows",
                 )
             left -= size
-            rule = OwnershipRule(idle_batches=IDLE_BATCHES)
-            self.hot[name] = HotRows(table, optimizer, self._access, table.owned_rows, self._device, rule)
+        rule = OwnershipRule(idle_batches=IDLE_BATCHES)
+        return {
+            name: HotRows(table, optimizers[name], self._access, table.owned_rows, self._device, rule)
+            for name, table in self._tables.items()
+        }
 
-    def close(self) -> None:
+    def close(self, failure: BaseException | None = None) -> None:
         """Ends the pass: writes all rows back; they stay for the next one. Blocks.
 
+        Args:
+            failure: the error that ended the pass, which gets a note if rows cannot be written back; None without.
+
         Raises:
-            PersiaError: they cannot be written back, and are lost; a note counts them.
+            PersiaError: they cannot be written back, and are lost; a note counts them. Not raised next to `failure`.
         """
         with self.lock:
             self._training = False
@@ -288,12 +292,15 @@ class OwnedTables:
                 parts = [hot.unwritten() for hot in self.hot.values()]
                 lost = Unwritten(*map(sum, zip(*parts, strict=True)))
                 self._lost = Unwritten(*map(sum, zip(self._lost, lost, strict=True)))
-                error.add_note(
+                note = (
                     f"{lost.updates:,} updates of {lost.rows:,} rows that the device owned are lost. Continue from the "
                     "last checkpoint."
                 )
                 self.hot, self.updated = {}, False
-                raise
+                if failure is None or isinstance(failure, GeneratorExit):
+                    error.add_note(note)
+                    raise
+                failure.add_note(f"{note} They could not be written back ({type(error).__name__}: {error}).")
 
     def plan(self, ids: Packed[np.uint64], at: LookupTime) -> OwnedTablesPlan:
         """Decides which rows of a batch to look up, and takes slots for them, whose rows are written back.
@@ -308,8 +315,8 @@ class OwnedTables:
         wanted = Packed(ids.names, ids.counts, np.ones(len(ids.buffer), np.bool_))
         plans: dict[str, OwnedPlan] = {}
         with self.lock:
-            if self._device.type == "cuda":
-                self._stream = torch.cuda.current_stream(self._device)
+            self._training = True
+            self._note_stream()
             for name, hot in self.hot.items():
                 if name in ids:
                     plans[name] = plan = hot.plan(ids[name])
@@ -321,6 +328,10 @@ class OwnedTables:
 
     def clear(self) -> None:
         """No-op: a batch that was lost after its plan leaves slots empty, and changes no row."""
+
+    def _note_stream(self) -> None:
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
 
     def await_training_stream(self) -> None:
         """Makes the current stream wait for what the training thread has queued: index and rows are used in both."""
@@ -338,6 +349,7 @@ class OwnedTables:
         with self.lock:
             if not self.updated:
                 return
+            self.await_training_stream()
             for hot in self.hot.values():
                 hot.write_back()
             self.updated = False
@@ -345,11 +357,14 @@ class OwnedTables:
     def before_change(self, call: str) -> None:
         """Discards the rows on the device before a call that changes them elsewhere.
 
+        What an interrupted end of a pass has not written back is written first.
+
         Raises:
-            PersiaError: a training pass, which may change them on the device, is under way.
+            PersiaError: a training pass, which may change them on the device, is under way; or rows cannot be written.
         """
         with self.lock:
             if not self._training:
+                self.write_back()
                 self.hot = {}
             elif call != "push":
                 raise PersiaError(
@@ -361,6 +376,7 @@ class OwnedTables:
     def counts(self) -> OwnedCounts:
         """Number of owned rows, and outcome of their lookups so far. Waits for the device."""
         with self.lock:
+            self.await_training_stream()
             parts = [hot.unwritten() for hot in self.hot.values()] or [Unwritten()]
             unwritten = Unwritten(*map(sum, zip(*parts, strict=True)))
             rows = sum(map(len, self.hot.values()))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from persia.errors import ConfigError, PersiaError
 from persia.nn.batch_counts import BatchCounts
 from persia.nn.gate import LookupTime, StalenessGate
-from persia.nn.inline_pass import InlinePass
+from persia.nn.inline_pass import InlinePass, uninterrupted
 from persia.nn.lookahead import Refresh, crowded
 from persia.nn.overlapped_pass import MOST_IN_FLIGHT, InFlight, OverlappedPass
 from persia.nn.owned_tables import OwnedTables
@@ -206,9 +206,12 @@ class StepPass(TrainingPass):
 
     def end_of_backward(self, batch: PreparedBatch) -> None:
         """Takes the gradients of a batch; the device updates the rows that it owns."""
-        if batch.owned is not None:
-            batch.owned.step = self._log.global_step
-        super().end_of_backward(batch)
+        if batch.owned is None:
+            super().end_of_backward(batch)
+            return
+        batch.owned.step = self._log.global_step
+        with uninterrupted():  # Else the rows of the device might have the step, and the others not.
+            super().end_of_backward(batch)
 
     def drawn(self, lead: float, *, inline: bool) -> None:
         """Notes the lead of a batch at the gate, which may adapt its depth."""

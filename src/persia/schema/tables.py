@@ -232,6 +232,12 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check_ownable(self) -> None:
         """Raises ConfigError unless a device can own rows of this table; see `owned_rows`."""
+        if self.capacity is not None and self.owned_rows > self.capacity:
+            raise ConfigError(
+                f"Table({self.name!r}).owned_rows = {self.owned_rows} is more than its capacity = {self.capacity}: "
+                "rows could not be written back. Set owned_rows to at most the capacity, or to 0.",
+                field=f"Table({self.name!r}).owned_rows",
+            )
         reasons = {
             "dtype": self.dtype != "float32" and "updates of 16-bit rows are rounded by the parameter server",
             "ttl": self.ttl is not None and "the parameter server does not see uses of owned rows",
