@@ -37,7 +37,8 @@ def test_metrics_are_means_over_all_orders_of_equal_scores(samples):
     metrics.update(above, equal, np.full((len(above), 10), -1), weights)
     result = metrics.result()
     for name, value in reference(above, equal, weights).items():
-        assert result.value(name) == pytest.approx(value, rel=1e-12, abs=1e-15), name
+        # A mean over ranks is a difference of sums of 1 / rank, which are up to 9.3: it lacks their last bits, 2.2e-15.
+        assert result.value(name) == pytest.approx(value, rel=1e-12, abs=4e-15), name
     assert result.missing == above.count(-1)
     assert result.rows == len(above)
 

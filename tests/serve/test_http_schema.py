@@ -99,6 +99,7 @@ TAKEN = [
     ("/predict", samples(user=[0.5])),
     ("/predict", samples(code=["5"])),
     ("/predict", samples(tags=[[0.5, "a"]])),
+    ("/predict", samples(tags=[[1, None]], code=[[None]])),
     ("/predict", samples(price=["-0.5"])),
     ("/predict", [{"user": 0.5, "tags": [1], "code": "5", "price": "0.5", "age": 1}]),
     ("/embeddings", {"table": "user", "ids": [0.5]}),

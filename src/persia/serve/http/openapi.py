@@ -250,7 +250,7 @@ def _ids(feature: IdFeature, limits: ServeLimits, rules: InputRules) -> dict[str
         if feature.kind == "text"
         else _ID
     )
-    several = {"type": "array", "items": one}
+    several = {"type": "array", "items": {"anyOf": [one, {"type": "null", "description": "No id, as in training."}]}}
     others: list[dict[str, Any]] = [{"enum": list(rules.null_values)}] if rules.null_values else []
     separator = feature.split or rules.lists.get(feature.name)
     if separator is not None:
