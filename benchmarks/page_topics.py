@@ -114,6 +114,7 @@ TOPICS = {
         Row("scale.ps_resume", "the same through a checkpoint, over it"),
         Row("scale.ps_rate", "batches/s meanwhile, over before"),
         Row("scale.ps_pause_s", "longest time between two batches meanwhile"),
+        Row("scale.ps_lost", "invariants that do not hold after 50 moves and as many kills of every role"),
         Row("scale.moved", "share of the rows that move from 4 to 5 PSs"),
         Row("scale.nn_pause_s", "2 to 4 NN workers and back: longest time between two batches"),
         Row("checkpoint.parallel", "4 PSs with links of 1 Gbit/s, over one process that reads and writes for all"),
