@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import numpy as np
 import pytest
 import torch
@@ -209,7 +211,7 @@ def _exported(embeddings, _):
 
 def _snapshot(embeddings, _):
     (server,) = embeddings.connection.servers
-    server.begin_snapshot("a", {}, "/tmp")
+    server.begin_snapshot("a", {}, tempfile.gettempdir())
     return {chunk.table: chunk.arrays["embeddings"] for chunk in server.snapshot_rows("a")}
 
 

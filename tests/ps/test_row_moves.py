@@ -389,14 +389,14 @@ def test_a_checkpoint_delays_what_comes_and_what_is_removed():
     cluster.check_places()
 
 
-def test_rows_come_while_a_checkpoint_of_their_receiver_is_read():
+def test_rows_come_while_a_checkpoint_of_their_receiver_is_read(tmp_path):
     cluster = PSs(3, BucketMap.even(2))
     after = cluster.buckets.moved(3)
     cluster.train(range(100))
     cluster.begin(after)
     cluster.await_pass()
     receiver = cluster.all[2]
-    receiver.begin_snapshot("checkpoint", {}, "/tmp")
+    receiver.begin_snapshot("checkpoint", {}, str(tmp_path))
     known = receiver.statistics()["item"]["rows"]
     cluster.train(range(100, 200))
     cluster.await_pass(2)

@@ -289,9 +289,8 @@ class OwnedTables:
             try:
                 self.write_back()
             except PersiaError as error:
-                parts = [hot.unwritten() for hot in self.hot.values()]
-                lost = Unwritten(*map(sum, zip(*parts, strict=True)))
-                self._lost = Unwritten(*map(sum, zip(self._lost, lost, strict=True)))
+                lost = self._unwritten()
+                self._lost = _total([self._lost, lost])
                 note = (
                     f"{lost.updates:,} updates of {lost.rows:,} rows that the device owned are lost. Continue from the "
                     "last checkpoint."
@@ -377,10 +376,11 @@ class OwnedTables:
         """Number of owned rows, and outcome of their lookups so far. Waits for the device."""
         with self.lock:
             self.await_training_stream()
-            parts = [hot.unwritten() for hot in self.hot.values()] or [Unwritten()]
-            unwritten = Unwritten(*map(sum, zip(*parts, strict=True)))
             rows = sum(map(len, self.hot.values()))
-            return OwnedCounts(self._hits, self._misses, rows, unwritten, self._lost)
+            return OwnedCounts(self._hits, self._misses, rows, self._unwritten(), self._lost)
+
+    def _unwritten(self) -> Unwritten:
+        return _total([hot.unwritten() for hot in self.hot.values()])
 
 
 class CurrentService:
@@ -411,6 +411,10 @@ class CurrentService:
             return method(*arguments, **named)
 
         return call
+
+
+def _total(parts: Sequence[Unwritten]) -> Unwritten:
+    return Unwritten(sum(part.rows for part in parts), sum(part.updates for part in parts))
 
 
 def _current(service: S, owned: OwnedTables) -> S:
