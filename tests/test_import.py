@@ -46,7 +46,7 @@ def test_a_trainer_of_batches_of_ones_own_needs_no_readers():
 
 def test_the_process_of_a_ps_loads_nothing_of_other_roles():
     """It joins, or restarts, while training waits for it."""
-    pytest.importorskip("ray", reason="needs the extra ray")
+    pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
     found = loaded("import persia.cluster.ray.server_host")
     others = ("coordinator", "data", "worker", "nn", "trainer", "checkpoint", "cluster.embedded", "metrics")
     names = tuple(f"persia.{name}" for name in others)

@@ -22,12 +22,9 @@ from persia.nn.owned_rows import HotRows, OwnedBatch, OwnedPlan, OwnershipRule, 
 from persia.nn.row_access import RowAccess
 from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.services import Connection, EmbeddingPS, ProcessCluster
-from persia.telemetry.logs import get_logger
 from persia.types import Packed, UpdateCounts
 
 __all__ = ["CurrentService", "OwnedCounts", "OwnedTables", "OwnedTablesPlan", "check_outputs_of_run", "check_ownership"]
-
-LOG = get_logger("persia.nn")
 
 S = TypeVar("S")
 
@@ -109,6 +106,7 @@ class OwnedTablesPlan:
 
     Attributes:
         wanted: whether to look each row up, by table, bool `[unique ids]`.
+        pushed: whether the gradient of each row goes to the parameter servers, in the same form.
         places: empty; see `CachePlan.places`.
         oldest: 0, as no row lacks an update.
         step: global step of the batch, counted from 0; to be set before `update`.
@@ -125,13 +123,8 @@ class OwnedTablesPlan:
         self._owner = owner
         self._plans = plans
         self._batches: dict[str, OwnedBatch] = {}
-        self._pushed = Packed(ids.names, ids.counts, np.ones(len(ids.buffer), np.bool_))
+        self.pushed = Packed(ids.names, ids.counts, np.ones(len(ids.buffer), np.bool_))
         self._refused: dict[str, torch.Tensor] = {}
-
-    @property
-    def pushed(self) -> Packed[np.bool_]:
-        """Whether the gradient of each row goes to the parameter servers, by table, bool `[unique ids]`."""
-        return self._pushed
 
     def assemble(
         self, looked_up: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor]
@@ -148,7 +141,7 @@ class OwnedTablesPlan:
             for name, plan in self._plans.items():
                 self._batches[name] = batch = self._owner.hot[name].assemble(plan, looked_up[name])
                 rows[name] = batch.values
-                self._pushed[name][:] = batch.pushed
+                self.pushed[name][:] = batch.pushed
         return rows
 
     def update(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
