@@ -126,7 +126,7 @@ def ratings(release: Release, users: int | None) -> Any:
 
 def schema_of(release: Release, backbone: Backbone) -> Schema:
     """Returns the schema of samples; HSTU reads the ages of events, too."""
-    history = IdFeature("history", table="movie", pooling=None, max_length=LENGTH)
+    history = IdFeature("history", table="movie", pooling=None, max_length=LENGTH, keep="last")
     ages = [DenseFeature("ages", size=LENGTH)] if backbone == "hstu" else []
     return Schema([IdFeature("movie", dim=release.dim), history], dense_features=ages, labels=["rated"])
 

@@ -21,8 +21,8 @@ SCHEMA = Schema(
     [
         IdFeature("item", dim=4),
         IdFeature("shop", dim=4),
-        IdFeature("history", table="item", pooling=None, max_length=3),
-        IdFeature("shops", table="shop", pooling=None, max_length=3),
+        IdFeature("history", table="item", pooling=None, max_length=3, keep="last"),
+        IdFeature("shops", table="shop", pooling=None, max_length=3, keep="last"),
     ],
     dense_features=["price", DenseFeature("ages", size=3), "size"],
     labels=["chosen"],
@@ -129,7 +129,7 @@ def test_the_owner_may_be_a_feature_and_columns_may_be_renamed():
         [
             IdFeature("user", dim=2),
             IdFeature("thing", dim=4),
-            IdFeature("past", table="thing", pooling="mean", max_length=9),
+            IdFeature("past", table="thing", pooling="mean", max_length=9, keep="last"),
         ],
         labels=["chosen"],
     )
@@ -143,7 +143,7 @@ def test_the_owner_may_be_a_feature_and_columns_may_be_renamed():
 
 
 def test_the_dim_may_be_that_of_the_history_or_of_the_table():
-    history = IdFeature("history", dim=4, table="item", pooling=None, max_length=3)
+    history = IdFeature("history", dim=4, table="item", pooling=None, max_length=3, keep="last")
     for schema in (
         Schema([IdFeature("item"), history], labels=["chosen"]),
         Schema([IdFeature("item"), history], labels=["chosen"], tables=[Table("item", 4)]),
@@ -233,6 +233,9 @@ def test_schemas_that_do_not_fit():
     without = Schema([IdFeature("item", dim=2)], labels=["chosen"])
     with pytest.raises(ConfigError, match="The schema has no history"):
         log(events, without, ages=None)
+    oldest = IdFeature("history", table="item", pooling=None, max_length=3)
+    with pytest.raises(ConfigError, match="'history' has the newest events.*keeps the first ids.*keep=.last."):
+        log(events, Schema([IdFeature("item", dim=2), oldest], labels=["chosen"]), ages=None)
     for field in ("sample_weight", "group"):
         with pytest.raises(ConfigError, match=f"no {field}"):
             log(events, Schema(SCHEMA.id_features, SCHEMA.dense_features, ["chosen"], **{field: "who"}))

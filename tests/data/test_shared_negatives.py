@@ -521,6 +521,24 @@ def test_bad_arguments_are_refused(options, match):
         data.shared_negatives(Clicks(), **{"features": ITEM, "count": 4} | options)
 
 
+def test_batches_of_similar_lengths_may_begin_with_the_rest_of_a_block():
+    """Its few samples say nothing about the other batches, whose least number of samples is known."""
+    pa = pytest.importorskip("pyarrow")
+    rng = np.random.default_rng(0)
+    histories = [rng.integers(0, 9, length).tolist() for length in rng.integers(0, 7, 61)]
+    table = pa.table({"item": rng.integers(0, 9, 61), "history": histories, "label": np.ones(61)})
+    schema = Schema([IdFeature("item", dim=2), IdFeature("history", table="item", pooling=None, max_length=6)])
+    options = {"tokens_per_batch": 24, "shuffle_rows": 20, "similar_lengths": True}
+    reader = data.arrow(table, schema, 10, **options)
+    shared = data.shared_negatives(reader, ["item"], 12, per_sample=3, window=1)
+    first = [len(next(shared.batches(epoch))) for epoch in range(30)]
+    assert min(first) * 3 < 12 <= max(first) * 3
+    with pytest.raises(ConfigError, match=r"have 4 samples \(tokens_per_batch = 24\).* set per_sample to 4, or"):
+        data.shared_negatives(reader, ["item"], 13, per_sample=3)
+    with pytest.raises(ConfigError, match=r"have 3 samples"):
+        data.shared_negatives(data.arrow(table, schema, 3, **options), ["item"], 10, per_sample=3)
+
+
 def test_names_that_are_taken_and_other_labels_are_refused():
     taken = Clicks(Schema(SCHEMA.id_features, dense_features=["x", "log_q"]))
     with pytest.raises(ConfigError, match="'log_q' occurs twice"):

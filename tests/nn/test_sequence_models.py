@@ -312,7 +312,11 @@ def test_two_sequences_of_one_table_are_not_paired_by_guess():
     assert DIEN(schema, negatives=["item_seen", "shop_seen"]).input.pairs == tuple(PAIRS)
 
 
-WIDE = (IdFeature("wide", dim=7), IdFeature("long", table="item", pooling=None, max_length=LENGTH + 1))
+WIDE = (
+    IdFeature("wide", dim=7),
+    IdFeature("long", table="item", pooling=None, max_length=LENGTH + 1),
+    IdFeature("newest", table="item", pooling=None, max_length=LENGTH, keep="last"),
+)
 
 
 @pytest.mark.parametrize("make", [DIN, DIEN])
@@ -324,6 +328,7 @@ WIDE = (IdFeature("wide", dim=7), IdFeature("long", table="item", pooling=None, 
         ({"history": [("items", "shops")]}, "candidate's feature 'shops' is not pooled"),
         ({"history": [*PAIRS, PAIRS[0]]}, "'items' twice"),
         ({"history": [*PAIRS, ("long", "item")]}, r"'long' has max_length 6, but 'items' 5"),
+        ({"history": [*PAIRS, ("newest", "item")]}, r"'newest' keeps the last ids .* but 'items' the first"),
         ({"history": []}, "needs a history"),
         ({"history": "items"}, "Invalid history = 'items'; expected a list of pairs"),
         ({"history": [("items",)]}, "Invalid history"),

@@ -180,6 +180,32 @@ def test_changes_while_an_index_is_built_are_in_it():
     assert index.refresh() == 0
 
 
+def test_a_graph_without_current_vectors_is_not_searched():
+    """Else a search would ask it for more and more items, up to all, after a snapshot replaced the rows."""
+    tables, network = Tables(), model()
+    index = index_of(tables, network)
+    asked = []
+
+    class Graph(type(index._state.graph)):
+        def search(self, queries, count, **options):
+            asked.append(count)
+            return super().search(queries, count, **options)
+
+    index._state.graph.__class__ = Graph
+    check(index, tables, network)
+    assert asked
+    index.note_all()
+    index.refresh()
+    asked.clear()
+    check(index, tables, network)
+    assert not asked
+    index.rebuild()
+    change(index, tables, "item", range(ITEMS - 3))
+    index.refresh()
+    assert index._state.visible == 3
+    check(index, tables, network)
+
+
 def test_few_items_and_none():
     tables, network = Tables(), model()
     index = index_of(tables, network)
@@ -287,8 +313,9 @@ def test_errors(monkeypatch):
         ItemIndex(FFNN(SCHEMA).eval(), SCHEMA, catalogue([1]), tables, key="item")
     with pytest.raises(ConfigError, match="The model is in training mode"):
         ItemIndex(model().train(), SCHEMA, catalogue([1]), tables, key="item")
-    with pytest.raises(ConfigError, match="dtype"):
-        IndexOptions(dtype="f8")
+    for dtype in ("f8", "i8"):
+        with pytest.raises(ConfigError, match="dtype"):
+            IndexOptions(dtype=dtype)
     index = index_of(tables, network, options=IndexOptions(dtype="f16"))
     with pytest.raises(ConfigError, match="k"):
         index.search(users(), 0)

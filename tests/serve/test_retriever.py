@@ -168,6 +168,30 @@ def test_a_closed_retriever_is_not_told_of_changes(run, tmp_path, monkeypatch):
         assert not told
 
 
+def test_rows_that_change_while_the_index_is_built_are_in_it(run, tmp_path, monkeypatch):
+    """Only these are computed once more, and not all."""
+    run.fit([batch()])
+    computed = []
+
+    class Built(ItemIndex):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            for tables in predictor.current().rows._tables:
+                tables["item"].remove(np.array([7], np.uint64))
+            predictor._updater._notify([persia.publish.Change("item", *_removed(7))])
+            assert 7 in self.search(_users(), ITEMS).ids
+
+        def refresh(self):
+            computed.append(super().refresh())
+            return computed[-1]
+
+    monkeypatch.setattr("persia.serve.retriever.ItemIndex", Built)
+    with Predictor(str(tmp_path), network()) as predictor, Retriever(predictor, catalogue(), seconds=60) as retriever:
+        assert computed[0] == 1
+        assert 7 not in retriever.search(_users(), ITEMS).ids
+        assert predictor._updater.listeners == [retriever.index]
+
+
 def _users():
     schema = Schema(SCHEMA.id_features[:2], dense_features=SCHEMA.dense_features, tables=[persia.Table("item", 8)])
     columns = {"user": [3, 4], "seen": [[1, 2], []], "age": [0.1, 0.2], "price": [0.0, 0.0]}

@@ -16,7 +16,8 @@ from persia.trainer.retrieval_evaluation import RetrievalEvaluator
 
 ITEMS = 20
 SCHEMA = Schema(
-    [IdFeature("item", dim=8), IdFeature("history", table="item", pooling=None, max_length=4)], labels=["chosen"]
+    [IdFeature("item", dim=8), IdFeature("history", table="item", pooling=None, max_length=4, keep="last")],
+    labels=["chosen"],
 )
 
 

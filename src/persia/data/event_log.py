@@ -275,7 +275,7 @@ def _histories(schema: Schema, histories: Mapping[str, str] | None) -> dict[str,
     """Returns the feature of the events whose ids each history collects, by the history.
 
     Raises:
-        ConfigError: there are none, a name is unknown, or they do not share one `max_length`.
+        ConfigError: there are none, a name is unknown, they do not share one `max_length`, or one keeps other events.
     """
     known = {each.name: each for each in schema.id_features}
     if histories is None:
@@ -289,7 +289,7 @@ def _histories(schema: Schema, histories: Mapping[str, str] | None) -> dict[str,
     if not histories:
         raise ConfigError(
             "The schema has no history: no un-pooled feature shares the table of a pooled one. Add "
-            "IdFeature('history', table='item', pooling=None, max_length=50), or name the histories, such as "
+            "IdFeature('history', table='item', pooling=None, max_length=50, keep='last'), or name the histories, such as "
             "histories={'history': 'item'}.",
             field="histories",
         )
@@ -311,6 +311,13 @@ def _histories(schema: Schema, histories: Mapping[str, str] | None) -> dict[str,
         raise ConfigError(
             f"Histories need one max_length, which is {lengths} here; set the same number for all.", field="histories"
         )
+    for name in histories:
+        if known[name].keep != "last":
+            raise ConfigError(
+                f"The history {name!r} has the newest events, but the schema keeps the {known[name].keep} ids of longer "
+                'lists, such as those that a server is sent; set keep="last" in its IdFeature.',
+                field="histories",
+            )
     return dict(histories)
 
 

@@ -17,6 +17,7 @@ from persia.batching.batch import Batch
 from persia.batching.computed_ids import add_computed
 from persia.batching.id_column import IdColumn
 from persia.checks import check_choice, check_integer, check_number
+from persia.data.event_budget import sequence_lengths
 from persia.data.item_catalogs import (
     IdSequence,
     ItemCatalog,
@@ -28,7 +29,7 @@ from persia.data.item_catalogs import (
     single,
 )
 from persia.data.negative_sampling import SampledReader
-from persia.data.reader import canonical
+from persia.data.reader import Order, StreamReader, canonical
 from persia.errors import ConfigError, DataError
 from persia.schema import DenseFeature, IdFeature, Schema
 from persia.types import Floats
@@ -72,6 +73,7 @@ class SharedNegatives(SampledReader):
         if self.catalog is not None:
             check_catalog(self.catalog, self.features, self.by)
         counted_of(self.reader.schema, self.features, self.history)
+        self._check_room()
         _ = self.schema  # Raises ConfigError if a name is taken.
 
     @cached_property
@@ -113,7 +115,7 @@ class SharedNegatives(SampledReader):
         window = _Window(self, epoch)
         for number, batch in enumerate(self._positives(epoch, start), start):
             at = number * every + index
-            if at == 0:
+            if at == 0 and not self._similar:  # Else it may be the rest of a block.
                 self._check_capacity(batch)
             draws = window.draws(at, batch) if self.catalog is None else None
             yield self.added(batch, self.generator(epoch, at), at, draws)
@@ -183,6 +185,27 @@ class SharedNegatives(SampledReader):
                 f"count = {self.count}; set per_sample to {-(-self.count // max(len(batch), 1))}, or a lower count.",
                 batch=0,
             )
+
+    def _check_room(self) -> None:
+        """Raises ConfigError if batches of similar lengths are too small for all negatives where they are longest."""
+        if self.by == "in_batch" or self.count is None or not self._similar:
+            return
+        order = self._similar
+        longest = max(sequence_lengths(self.reader.schema, order.tokens_per_batch).values())
+        rows = min(order.batch_size, order.tokens_per_batch // longest)
+        if rows * self.per_sample < self.count:
+            raise ConfigError(
+                f"Batches of the longest histories have {rows} samples (tokens_per_batch = {order.tokens_per_batch}) "
+                f"with up to {self.per_sample} negatives each, fewer than count = {self.count}; set per_sample to "
+                f"{-(-self.count // rows)}, or a lower count.",
+                field="per_sample",
+            )
+
+    @cached_property
+    def _similar(self) -> Order | None:
+        """How the other reader cuts batches of similar lengths; None if it cuts none."""
+        order = self.reader.order if isinstance(self.reader, StreamReader) else None
+        return order if order is not None and order.similar_lengths else None
 
     @cached_property
     def _mapped(self) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ class IndexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of an `ItemIndex` that have defaults.
 
     Args:
-        dtype: type of the vectors in the graph: "f32", "f16" or "i8".
+        dtype: type of the vectors in the graph: "f32" or "f16". Integers are not offered: usearch scales each vector for
+            them, which changes the order of products.
         connectivity: edges of a vector in the graph; more improve recall, and need more memory.
         expansion_add: number of candidates that are examined when a vector is added.
         expansion_search: number of candidates that are examined in a search; more improve recall, and take longer.
@@ -64,7 +65,7 @@ class IndexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        check_choice("dtype", self.dtype, ("f32", "f16", "i8"))
+        check_choice("dtype", self.dtype, ("f32", "f16"))
         for name in ("connectivity", "expansion_add", "expansion_search"):
             check_integer(name, getattr(self, name), 1, 1 << 16)
         check_integer("threads", self.threads, 1, MAX_THREADS)
@@ -95,6 +96,7 @@ class _State:
         graph: graph of vectors, by position in `numbers`.
         numbers: numbers of the items in the graph, int64 `[n]`.
         hidden: items that the graph has no current vector for, bool `[items]`: not in it, changed since, or removed.
+        visible: number of items in the graph that are not hidden.
         fresh: numbers of items that have changed since the graph was built, `[n]`.
         vectors: vectors of the fresh items, float32 `[n, dim]`.
         gone: items whose rows were removed since the state was created, bool `[items]`. Searches skip them immediately.
@@ -107,6 +109,7 @@ class _State:
     graph: Index
     numbers: NDArray[np.int64]
     hidden: NDArray[np.bool_]
+    visible: int
     fresh: NDArray[np.int64]
     vectors: NDArray[np.float32]
     gone: NDArray[np.bool_]
@@ -384,7 +387,7 @@ class ItemIndex:
             graph = Index(ndim=dim, metric="ip", dtype="f32")
         none = np.empty(0, np.int64)
         nothing, gone = np.empty((0, dim), np.float32), np.zeros(count, np.bool_)
-        return _State(towers, step, catalogue.keys, graph, np.concatenate(numbers), hidden, none, nothing, gone)
+        return _State(towers, step, catalogue.keys, graph, np.concatenate(numbers), hidden, size, none, nothing, gone)
 
     def _updated(self, state: _State, items: NDArray[np.int64]) -> _State:
         """Returns a state with the current vectors of these items."""
@@ -399,7 +402,13 @@ class ItemIndex:
             vectors.append(values.numpy())
         if not len(vectors[0]):  # A state without items has an arbitrary dim.
             numbers, vectors = (numbers[1:], vectors[1:]) if len(vectors) > 1 else (numbers, vectors)
-        return dataclasses.replace(state, hidden=hidden, fresh=np.concatenate(numbers), vectors=np.concatenate(vectors))
+        return dataclasses.replace(
+            state,
+            hidden=hidden,
+            visible=int(np.count_nonzero(~hidden[state.numbers])),
+            fresh=np.concatenate(numbers),
+            vectors=np.concatenate(vectors),
+        )
 
     # --- searches -----------------------------------------------------------------------------------------------
 
@@ -440,8 +449,8 @@ class ItemIndex:
         self, state: _State, queries: NDArray[np.float32], k: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Returns numbers and scores of the nearest items in the graph; scores of hidden and removed items are -inf."""
-        size, count = len(state.graph), k
-        if not size:
+        size, count, wanted = len(state.graph), k, min(k, state.visible)
+        if not wanted:
             return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
         while True:
             count = min(count, size)
@@ -454,7 +463,7 @@ class ItemIndex:
                 positions[absent], scores[absent] = 0, -np.inf
             items = state.numbers[positions]
             scores[state.hidden[items] | state.gone[items]] = -np.inf
-            if count == size or (scores > -np.inf).sum(1).min() >= k:
+            if count == size or (scores > -np.inf).sum(1).min() >= wanted:
                 return items, scores
             count *= 2  # Some were hidden.
 

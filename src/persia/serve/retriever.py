@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -42,6 +43,26 @@ class RetrieverState(NamedTuple):
     items: int
     waiting: int
     problem: str
+
+
+class _Changes:
+    """Notes which rows change while an index is built. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._notes: queue.SimpleQueue[Callable[[ItemIndex], None]] = queue.SimpleQueue()
+
+    def note_changes(self, table: str, ids: Ids, removed: Ids) -> None:
+        """See `ChangeListener`."""
+        self._notes.put(lambda index: index.note_changes(table, ids, removed))
+
+    def note_all(self) -> None:
+        """See `ChangeListener`."""
+        self._notes.put(ItemIndex.note_all)
+
+    def pass_on(self, index: ItemIndex) -> None:
+        """Notes at an index what has changed, in the order of the changes."""
+        while not self._notes.empty():
+            self._notes.get()(index)
 
 
 class _ServedRows:
@@ -130,18 +151,23 @@ class Retriever:
         if isinstance(items, str | os.PathLike):
             features = item_features(towers_of(view.network.module), view.schema)
             items = read_items(items, view.schema, features, view.network.input_rules)
-        index = ItemIndex(
-            view.network.module,
-            view.schema,
-            items,
-            _ServedRows(self._predictor, self._stop),
-            key=self._key,
-            options=self._options,
-            step=view.network.step,
-        )
-        self._predictor.listen(index)
+        meanwhile = _Changes()
+        self._predictor.listen(meanwhile)
         try:
-            index.note_all()  # Rows may have changed while it was built.
+            index = ItemIndex(
+                view.network.module,
+                view.schema,
+                items,
+                _ServedRows(self._predictor, self._stop),
+                key=self._key,
+                options=self._options,
+                step=view.network.step,
+            )
+            self._predictor.listen(index)  # Changes that both hear are computed once more, and none is missed.
+        finally:
+            self._predictor.unlisten(meanwhile)
+        try:
+            meanwhile.pass_on(index)
             index.refresh()
         except BaseException:
             self._predictor.unlisten(index)

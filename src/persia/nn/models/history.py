@@ -347,6 +347,12 @@ def _check_aligned(first: IdFeature, feature: IdFeature, field: str) -> None:
             "aligned sequences have one max_length.",
             field=field,
         )
+    if first.keep != feature.keep:
+        raise ConfigError(
+            f"{field}: {feature.name!r} keeps the {feature.keep} ids of longer lists, but {first.name!r} the {first.keep}; "
+            "aligned sequences have one keep.",
+            field=field,
+        )
 
 
 def _sequence(embedding: Tensor | SequenceEmbedding) -> SequenceEmbedding:
