@@ -234,7 +234,7 @@ def test_schemas_that_do_not_fit():
     with pytest.raises(ConfigError, match="The schema has no history"):
         log(events, without, ages=None)
     oldest = IdFeature("history", table="item", pooling=None, max_length=3)
-    with pytest.raises(ConfigError, match="'history' has the newest events.*keeps the first ids.*keep=.last."):
+    with pytest.raises(ConfigError, match=r"'history' has the newest events.*keeps the first ids.*keep=.last."):
         log(events, Schema([IdFeature("item", dim=2), oldest], labels=["chosen"]), ages=None)
     for field in ("sample_weight", "group"):
         with pytest.raises(ConfigError, match=f"no {field}"):

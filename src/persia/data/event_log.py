@@ -289,8 +289,8 @@ def _histories(schema: Schema, histories: Mapping[str, str] | None) -> dict[str,
     if not histories:
         raise ConfigError(
             "The schema has no history: no un-pooled feature shares the table of a pooled one. Add "
-            "IdFeature('history', table='item', pooling=None, max_length=50, keep='last'), or name the histories, such as "
-            "histories={'history': 'item'}.",
+            "IdFeature('history', table='item', pooling=None, max_length=50, keep='last'), or name the histories, such "
+            "as histories={'history': 'item'}.",
             field="histories",
         )
     for name, of in histories.items():
@@ -314,8 +314,8 @@ def _histories(schema: Schema, histories: Mapping[str, str] | None) -> dict[str,
     for name in histories:
         if known[name].keep != "last":
             raise ConfigError(
-                f"The history {name!r} has the newest events, but the schema keeps the {known[name].keep} ids of longer "
-                'lists, such as those that a server is sent; set keep="last" in its IdFeature.',
+                f"The history {name!r} has the newest events, but the schema keeps the {known[name].keep} ids of "
+                'longer lists, such as those that a server is sent; set keep="last" in its IdFeature.',
                 field="histories",
             )
     return dict(histories)

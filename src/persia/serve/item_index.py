@@ -49,8 +49,8 @@ class IndexOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of an `ItemIndex` that have defaults.
 
     Args:
-        dtype: type of the vectors in the graph: "f32" or "f16". Integers are not offered: usearch scales each vector for
-            them, which changes the order of products.
+        dtype: type of the vectors in the graph: "f32" or "f16". Integers are not offered: usearch scales each vector
+            for them, which changes the order of products.
         connectivity: edges of a vector in the graph; more improve recall, and need more memory.
         expansion_add: number of candidates that are examined when a vector is added.
         expansion_search: number of candidates that are examined in a search; more improve recall, and take longer.

@@ -349,8 +349,8 @@ def _check_aligned(first: IdFeature, feature: IdFeature, field: str) -> None:
         )
     if first.keep != feature.keep:
         raise ConfigError(
-            f"{field}: {feature.name!r} keeps the {feature.keep} ids of longer lists, but {first.name!r} the {first.keep}; "
-            "aligned sequences have one keep.",
+            f"{field}: {feature.name!r} keeps the {feature.keep} ids of longer lists, but {first.name!r} the "
+            f"{first.keep}; aligned sequences have one keep.",
             field=field,
         )
 
