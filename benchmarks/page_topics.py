@@ -124,6 +124,11 @@ TOPICS = {
         Row("hosts.hybrid_vs_sync", "`Hybrid` over `Sync`, three hosts, 1 Gbit/s, 1 ms, keys, 40 ms of network"),
         Row("hosts.scaling", "4 NN workers over 1 on these hosts, all on two cores"),
     ),
+    "failing_network": (
+        Row("chaos.hosts.faults", "faults in `Sync`, `Hybrid` and `Gba`, and changes of the numbers of PSs and NN workers"),
+        Row("chaos.hosts.violations", "invariants that do not hold at the end, such as rows with another value"),
+        Row("chaos.hosts", "share of the time in which samples were trained"),
+    ),
     "inputs": (
         Row("features.rate.csv", "rows/s of CSV with rules, against none"),
         Row("features.serve_p99", "slowest percent of raw requests, over prepared ones"),
