@@ -125,7 +125,7 @@ TOPICS = {
         Row("hosts.scaling", "4 NN workers over 1 on these hosts, all on two cores"),
     ),
     "failing_network": (
-        Row("chaos.hosts.faults", "faults in `Sync`, `Hybrid` and `Gba`, and changes of the numbers of PSs and NN workers"),
+        Row("chaos.hosts.faults", "faults in `Sync`, `Hybrid` and `Gba`, and changes of numbers of processes"),
         Row("chaos.hosts.violations", "invariants that do not hold at the end, such as rows with another value"),
         Row("chaos.hosts", "share of the time in which samples were trained"),
     ),
