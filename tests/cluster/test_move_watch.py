@@ -149,15 +149,16 @@ def test_a_ps_with_rows_is_needed_though_scale_fails(clock, monkeypatch, committ
     roles = roles_of(processes)
     roles.moving, roles.lock, roles.plan, roles.service = threading.Lock(), threading.RLock(), object(), object()
     roles.counts, roles.processes = {"embedding_ps": 1}, processes
-    roles.add_servers, roles.remove_servers = (lambda count: processes.servers[1:]), removed.extend
+    roles.add_servers, roles.remove_servers = (lambda count: processes.servers[1:]), removed.append
     noted = []
     roles.note_servers = lambda count, now: noted.append((count, now, list(removed)))
     monkeypatch.setattr(ps_scaling, "_maps", lambda _: maps)
     monkeypatch.setattr(ps_scaling, "_settle", lambda *_: None)
+    monkeypatch.setattr(ps_scaling, "_end_missing", lambda *_: None)
     monkeypatch.setattr(ps_scaling, "bucket_map", lambda _: BEFORE)
     monkeypatch.setattr(ps_scaling, "_move", fails)
     with pytest.raises(PersiaError, match="The coordinator is gone"):
         scale_servers(roles, 2, lambda: None)
     assert [process.expendable for process in processes.servers] == [False, not committed]
-    assert removed == ([] if committed else processes.servers[1:])
+    assert removed == ([] if committed else [1])
     assert noted == ([] if committed else [(1, True, [])])  # Before they end.

@@ -75,6 +75,7 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object], expect
                 )
         maps = _maps(roles)
         _settle(roles, maps)
+        _end_missing(roles, maps)
         before = roles.counts["embedding_ps"]
         if count < before:
             _check_leaving(roles)
@@ -88,15 +89,17 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object], expect
                 if after is None or maps.withdraw_map(after):
                     if added:
                         roles.note_servers(before, now=True)  # The next driver does not look for those that leave.
-                        roles.remove_servers(added)
+                        roles.remove_servers(before)
                 else:
                     _need_servers(roles, after)
             raise
         _need_servers(roles, after)
+        for process in roles.started(check=False)[0].of("embedding_ps")[count:]:
+            process.expendable = True  # It owns no rows any more.
         follow()
         roles.note_servers(count, now=True)
-        if count < before:
-            roles.remove_servers(roles.started(check=False)[0].of("embedding_ps")[count:])
+        if count <= before:  # If it is equal, those that an earlier call may not have ended.
+            roles.remove_servers(count)
         return True
 
 
@@ -182,6 +185,14 @@ def _settle(roles: Roles, maps: BucketMaps) -> None:
     if (state := maps.map_state()).adopted < state.buckets.version:
         _Watch(roles, maps, state.buckets, []).wait()
     _need_servers(roles, state.buckets)
+
+
+def _end_missing(roles: Roles, maps: BucketMaps) -> None:
+    """Ends all PSs without rows if one of them has died since an earlier call failed, so that others can start."""
+    processes, _, _ = roles.started(check=False)
+    owning, present = maps.map_state().buckets.servers, {process.rank for process in processes.of("embedding_ps")}
+    if not present.issuperset(range(owning, roles.counts["embedding_ps"])):
+        roles.remove_servers(owning)
 
 
 def _need_servers(roles: Roles, buckets: BucketMap) -> None:

@@ -23,6 +23,7 @@ from persia.cluster.ray.processes import Process, Processes, connect, make_plan
 from persia.cluster.ray.runs import RESTARTED
 from persia.cluster.ray.server_host import EmbeddingServerHost
 from persia.cluster.ray.stubs import reach_coordinator, reach_stream_log, reach_tokens
+from persia.cluster.scaler import MAX_PROCESSES
 from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
 from persia.ps.shares import Shares
@@ -274,7 +275,6 @@ class Roles:
             assert self.service is not None
             ranks = range(self.counts["embedding_ps"], count)
             self.placer.reserve("embedding_ps", ranks)
-            started: list[Process] = []
             try:
                 capacities = server_capacities(
                     self.service, self.placer.server_nodes(count), self.options, self.placer.server_memory()
@@ -283,35 +283,49 @@ class Roles:
                 started = self.start_servers(ranks, self.service, count, expendable=True)
                 processes.await_ready(started, self.options.timeout)
             except BaseException:
-                try:
-                    self.remove_servers(started)
-                finally:
-                    self.placer.release("embedding_ps", ranks)
+                self.remove_servers(ranks.start)
                 raise
             self.counts["embedding_ps"] = count
             self.note_servers(now=True)
             return started
 
-    def remove_servers(self, servers: Collection[Process]) -> None:
-        """Ends PSs without rows, the last ones, after they have left the membership."""
+    def remove_servers(self, count: int) -> None:
+        """Ends all PSs but the first ones, after they have left the membership. They have no rows, and may have died.
+
+        The number of PSs is lower from now on even if this raises, so that the call can be repeated.
+
+        Args:
+            count: number of PSs that stay.
+
+        Raises:
+            DeadlineError: a process did not end in time.
+        """
         with self.lock:
             processes, _, coordinator = self.started(check=False)
-            ranks = [process.rank for process in servers]
+            ranks = range(count, MAX_PROCESSES)  # Also of those that have died: nothing waits for their return.
+            servers = [process for process in processes.of("embedding_ps") if process.rank in ranks]
 
-            def leave() -> None:  # Without a reason: nothing waits for their return.
+            def leave() -> None:  # Without a reason.
                 for member in coordinator.membership().members:
                     if member.role == "embedding_ps" and member.rank in ranks:
                         coordinator.depart(member.role, member.rank, member.incarnation)
 
             for process in servers:
                 process.expendable = True
-            leave()
-            processes.release(servers)
-            processes.end(list(servers))
-            leave()  # Those that have just joined.
-            self.placer.release("embedding_ps", ranks)
-            self._attaches.difference_update(ranks)
-            self.counts["embedding_ps"] = min([self.counts["embedding_ps"], *ranks])
+            try:
+                leave()
+            finally:
+                try:
+                    processes.release(servers)
+                    processes.end(servers)
+                finally:
+                    for death in processes.failures():  # From before they were expendable.
+                        if death.fields["role"] == "embedding_ps" and death.fields["rank"] in ranks:
+                            processes.forget_failures("embedding_ps", death.fields["rank"])
+                    self.placer.release("embedding_ps", ranks)
+                    self._attaches.difference_update(ranks)
+                    self.counts["embedding_ps"] = min(self.counts["embedding_ps"], count)
+                    leave()  # Those that have just joined.
 
     def start_servers(
         self, ranks: Collection[int], service: Service, count: int | None = None, expendable: bool = False

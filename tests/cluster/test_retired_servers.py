@@ -1,0 +1,183 @@
+"""The number of embedding PSs after one that retires has ended badly, without processes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
+
+from persia.cluster.ray import ps_scaling, roles
+from persia.cluster.ray.options import RayOptions
+from persia.cluster.ray.ps_scaling import scale_servers
+from persia.cluster.ray.roles import Roles
+from persia.coordinator import CoordinatorServer
+from persia.errors import DeadlineError, PersiaError, RoleDiedError
+from persia.services import Round
+from persia.types import BucketMap
+
+
+class Processes:
+    """Four PSs that can die, or not end."""
+
+    def __init__(self):
+        self.servers = [SimpleNamespace(rank=rank, expendable=False) for rank in range(4)]
+        self.failed, self.late = [], False
+
+    def of(self, role):
+        return list(self.servers)
+
+    def release(self, servers):
+        pass
+
+    def end(self, servers):
+        self.servers = [process for process in self.servers if process not in servers]
+        if self.late:
+            raise DeadlineError("embedding PS 3 did not end within 20 s.", seconds=20.0)
+
+    def need(self, servers):
+        for process in servers:
+            process.expendable = False
+
+    def expended(self, servers):
+        return []
+
+    def await_ready(self, servers, timeout):
+        pass
+
+    def failures(self):
+        return list(self.failed)
+
+    def forget_failures(self, role, rank):
+        self.failed = [death for death in self.failed if death.fields["rank"] != rank]
+
+    def check(self):
+        if self.failed:
+            raise self.failed[0]
+
+    def die(self, coordinator, rank):
+        """As `persia.cluster.ray.processes.Processes` notices the death for good of a PS."""
+        death = RoleDiedError(f"embedding PS {rank} has died.", role="embedding_ps", rank=rank)
+        coordinator.depart("embedding_ps", rank, 1, "killed")
+        (process,) = [process for process in self.servers if process.rank == rank]
+        self.servers.remove(process)
+        if not process.expendable:
+            self.failed.append(death)
+
+
+class Cluster(Roles):
+    """A cluster of four PSs, whose rows move at once. `started_ranks` are those of PSs that have joined."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(
+            {"embedding_ps": 4, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}, RayOptions(timeout=5.0)
+        )
+        self.plan = self.tokens = self.stream_log = object()
+        schema = SimpleNamespace(resolved_tables=lambda: {})
+        self.service = SimpleNamespace(schema=schema)
+        self.processes, self.started_ranks = Processes(), []
+        self.coordinator = CoordinatorServer(buckets=BucketMap.even(4))
+        self.placer = SimpleNamespace(
+            reserve=lambda *_: None, release=lambda *_: None, server_nodes=lambda _: [], server_memory=lambda: None
+        )
+        self.running.acquire()
+        for rank in range(4):
+            self.coordinator.join("embedding_ps", rank, f"ps-{rank}")
+        monkeypatch.setattr(ps_scaling, "_move", self.move)
+        monkeypatch.setattr(roles, "server_capacities", lambda *_: [])
+
+    def start_servers(self, ranks, service, count=None, expendable=False):
+        started = [SimpleNamespace(rank=rank, expendable=expendable) for rank in ranks]
+        self.processes.servers += started
+        for rank in ranks:
+            self.coordinator.join("embedding_ps", rank, f"new-ps-{rank}")
+        self.started_ranks += ranks
+        return started
+
+    def move(self, _, maps, after, added):
+        if after != maps.map_state().buckets:
+            assert {process.rank for process in self.processes.servers}.issuperset(range(after.servers))
+            maps.order_map(after)
+            generation = maps.regenerate(1)
+            assert maps.commit_map(Round(generation, 1), after)
+            maps.map_adopted(generation, after.version)
+
+    @property
+    def here(self):
+        """Number of PSs, and the ranks of the members that have not left."""
+        members = self.coordinator.membership().members
+        return self.counts["embedding_ps"], [m.rank for m in members if m.state != "dead" or m.reason]
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    return Cluster(monkeypatch)
+
+
+def test_pss_that_do_not_end_in_time_have_left(cluster):
+    cluster.processes.late = True
+    with pytest.raises(DeadlineError, match="did not end within 20 s"):
+        scale_servers(cluster, 2, lambda: None)
+    assert cluster.here == (2, [0, 1])
+    cluster.processes.late = False
+    assert scale_servers(cluster, 2, lambda: None, expected=2)
+    assert cluster.here == (2, [0, 1])
+    assert scale_servers(cluster, 4, lambda: None, expected=2)
+    assert cluster.here == (4, [0, 1, 2, 3])
+    assert cluster.started_ranks == [2, 3]
+
+
+def test_a_ps_that_dies_once_its_rows_have_moved_has_left(cluster):
+    def dies():
+        cluster.processes.die(cluster.coordinator, 3)
+        cluster.started()  # It is no failure of the run.
+
+    scale_servers(cluster, 2, dies)
+    assert cluster.here == (2, [0, 1])
+
+
+def test_a_ps_that_has_died_before_it_was_told_that_it_leaves_is_no_failure(cluster):
+    cluster.processes.die(cluster.coordinator, 3)
+    cluster.remove_servers(2)
+    assert cluster.here == (2, [0, 1])
+    cluster.started()
+
+
+def test_pss_end_though_the_coordinator_does_not_answer_and_leave_later(cluster, monkeypatch):
+    def late(*_):
+        raise DeadlineError("The coordinator is late.", seconds=1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.coordinator, "depart", late)
+        with pytest.raises(DeadlineError, match="The coordinator is late"):
+            scale_servers(cluster, 2, lambda: None)
+    assert [process.rank for process in cluster.processes.servers] == [0, 1]
+    assert cluster.here == (2, [0, 1, 2, 3])
+    scale_servers(cluster, 2, lambda: None)
+    assert cluster.here == (2, [0, 1])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_pss_without_rows_that_a_failed_call_has_left_and_that_die_are_replaced(cluster, count):
+    def fails():
+        raise PersiaError("The coordinator is late.")
+
+    with pytest.raises(PersiaError, match="The coordinator is late"):
+        scale_servers(cluster, 2, fails)
+    assert cluster.here == (4, [0, 1, 2, 3])
+    cluster.processes.die(cluster.coordinator, 3)
+    assert scale_servers(cluster, count, lambda: None)
+    assert cluster.here == (count, list(range(count)))
+    assert cluster.started_ranks == list(range(2, count))
+
+
+def test_pss_that_could_not_start_have_left(cluster, monkeypatch):
+    scale_servers(cluster, 2, lambda: None)
+
+    def fails(*_):
+        raise RoleDiedError("embedding PS 3 could not start.", role="embedding_ps", rank=3)
+
+    monkeypatch.setattr(cluster.processes, "await_ready", fails)
+    with pytest.raises(RoleDiedError, match="could not start"):
+        scale_servers(cluster, 4, lambda: None)
+    assert cluster.here == (2, [0, 1])
+    assert [process.rank for process in cluster.processes.servers] == [0, 1]
