@@ -319,6 +319,54 @@ def test_moves_that_are_given_up_are_reported(tmp_path, monkeypatch):
     check(cluster, twin)
 
 
+def late_to_cancel(cluster, rank, monkeypatch):
+    """Lets a PS not answer the next two calls that end a move; returns all such calls."""
+    cancel, calls = cluster.all[rank].cancel_move, []
+
+    def late(version):
+        calls.append(version)
+        if len(calls) <= 2:
+            raise DeadlineError(f"PS {rank} is late.", seconds=1.0)
+        cancel(version)
+
+    monkeypatch.setattr(cluster.all[rank], "cancel_move", late)
+    return calls
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_move_ends_at_all_pss_though_one_does_not_answer(tmp_path, monkeypatch, rank):
+    cluster, twin, after = ready_move(tmp_path)
+    calls = late_to_cancel(cluster, rank, monkeypatch)
+    cluster.coordinator.withdraw_map(after)
+    cluster.watch()
+    assert not cluster.rounds.ready
+    for _ in range(4):
+        cluster.watch()
+    assert calls == [1, 1, 1]
+    assert [ps.moving().version for ps in cluster.all] == [-1, -1, -1]
+    both(cluster, twin, 10)
+    check(cluster, twin)
+
+
+def test_a_move_begins_once_the_move_before_has_ended_at_all_pss(tmp_path, monkeypatch):
+    cluster, twin, before = ready_move(tmp_path)
+    calls = late_to_cancel(cluster, 1, monkeypatch)
+    cluster.coordinator.withdraw_map(before)
+    after = cluster.buckets.emptied([0])
+    cluster.coordinator.order_map(after)
+    for _ in range(2):
+        cluster.watch()
+        assert [ps.moving().version for ps in cluster.all] == [-1, 1, -1]
+        progress = cluster.coordinator.map_state().progress
+        assert (progress.version, progress.problem[:32]) == (1, "embedding PS 1 has not answered ")
+    cluster.watch()
+    assert [ps.moving().version for ps in cluster.all] == [1, -1, -1]
+    both(cluster, twin, 10)
+    cluster.settle(after)
+    assert calls == [1, 1, 1]
+    check(cluster, twin)
+
+
 def test_a_closed_connection_to_the_coordinator_ends_a_round(tmp_path, monkeypatch):
     cluster, _, _ = ready_move(tmp_path)
 

@@ -100,6 +100,8 @@ class MapRounds:
         """Whether checkpoints follow each other so fast that no donor's pass is awaited between them any more."""
         self._watched = False
         """Whether orders have been asked for in this generation."""
+        self._cancels = False
+        """Whether PSs may still make copies for a map that is not wanted any more."""
         self._not_before = 0.0
         self._given_up = 0
         """Number of times that moves to the next map were given up."""
@@ -154,11 +156,16 @@ class MapRounds:
         if after is not None and after.version != self._map.version + 1:
             after = None
         if after != self._begun or not self._watched:  # Or those of an earlier generation.
-            if self._begun is not None or after is None:
-                self._cancel(self._map.version + 1)
+            self._cancels = self._cancels or self._begun is not None or after is None
             self._watched = True
+            self._begun = self._ready = None
             self._given_up, self._not_before = 0, 0.0
+        if self._cancels:
+            self._cancel(self._map.version + 1)
         if after is None:
+            return
+        if self._cancels:  # A later one would end the copies for this map.
+            self._report(MoveProgress(after.version, problem=self._problem))
             return
         if time.monotonic() < self._not_before:
             self._report(self._progress._replace(problem=self._problem, gave_up=self._given_up))
@@ -196,10 +203,14 @@ class MapRounds:
         )
 
     def _cancel(self, version: int) -> None:
-        """Ends the copies for a map that is not wanted any more."""
-        self._ready = None
-        try_all([functools.partial(server.cancel_move, version) for server in self._members()], UNREACHABLE)
-        self._begun = None
+        """Ends the copies for a map that is not wanted any more; it is repeated until all PSs have answered."""
+        members = self._servers.members()
+        cancels = [functools.partial(_movable(server).cancel_move, version) for server in members.values()]
+        answers = try_all(cancels, UNREACHABLE)
+        silent = [number for number, answer in zip(members, answers, strict=True) if isinstance(answer, Exception)]
+        self._cancels = bool(silent)
+        if silent:
+            self._problem = f"embedding PS {silent[0]} has not answered that it ends the move before"
 
     def _report(self, progress: MoveProgress) -> None:
         if progress != self._progress:
