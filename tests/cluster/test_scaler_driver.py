@@ -13,8 +13,9 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-rec
 
 from persia.cluster import Scaler
 from persia.cluster.measured_load import NO_STEP, measure
+from persia.cluster.ray import scaler_driver
 from persia.cluster.ray.ps_scaling import scale_servers
-from persia.cluster.ray.scaler_driver import ScalerDriver, capacity_problem, memory_rules, run_scaler
+from persia.cluster.ray.scaler_driver import ScalerDriver, capacity_problem, memory_rules, run_scaler, start_scaler
 from persia.cluster.ray.scaling import scale
 from persia.cluster.scaler import MeasuredLoad, ScalingDecision, ScalingRules
 from persia.errors import ClosedError, ConfigError, RoleDiedError
@@ -395,6 +396,19 @@ def test_more_batches_than_embedding_workers_hold_are_a_problem():
     assert "Use more embedding workers or fewer data loaders" in capacity_problem(
         {"embedding_workers": 1, "data_loaders": 256}, 256
     )
+
+
+def test_capacity_is_judged_by_the_number_of_nn_workers_at_that_time(monkeypatch):
+    rules = []
+    monkeypatch.setattr(scaler_driver, "ScalerDriver", lambda _, made, *others: rules.append(made))
+    roles = SimpleNamespace(counts={"nn_worker": 1}, closed=True)
+    coordinator = SimpleNamespace(report_scaler=None)
+    roles.started = lambda check: (None, SimpleNamespace(coordinator="tcp://h:1"), coordinator)
+    start_scaler(roles, scaler(), lambda *_: True)
+    counts = {"embedding_workers": 1, "data_loaders": 256}
+    assert rules[0]._problem(counts) == ""
+    roles.counts["nn_worker"] = 256
+    assert "Use more embedding workers or fewer data loaders" in rules[0]._problem(counts)
 
 
 # --- the numbers have changed meanwhile ---------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def start_scaler(roles: Roles, scaler: Scaler, scale: Callable[[ScaledRole, int,
     _, plan, coordinator = roles.started(check=False)
     maps = rpc.cast_to(BucketMaps, coordinator)
     ask = functools.partial(ask_members, plan.coordinator, ANSWER_SECONDS)
-    rules = ScalingRules(scaler, functools.partial(capacity_problem, nn_workers=roles.counts["nn_worker"]))
+    rules = ScalingRules(scaler, lambda counts: capacity_problem(counts, roles.counts["nn_worker"]))
     driver = ScalerDriver(scaler, rules, ask, scale, maps.report_scaler, lambda: roles.closed)
     threading.Thread(target=run_scaler, args=(roles, scaler, driver), name="persia-scaler", daemon=True).start()
 
