@@ -76,7 +76,11 @@ def roles_of(processes):
     running = threading.Lock()
     running.acquire()  # A function runs, so NN worker 0 makes the rounds.
     return SimpleNamespace(
-        options=SimpleNamespace(timeout=TIMEOUT), running=running, started=lambda check=True: (processes, None, None)
+        options=SimpleNamespace(timeout=TIMEOUT),
+        running=running,
+        resting=threading.Lock(),
+        fits=0,
+        started=lambda check=True: (processes, None, None),
     )
 
 
@@ -136,6 +140,31 @@ def test_the_adoption_of_a_committed_map_has_a_deadline(clock):
     assert withdrawn is None
     assert "Bucket map 1 was not adopted by all embedding PSs within 10 s" in message
     assert TIMEOUT + 3 <= clock.now <= TIMEOUT + 5
+
+
+def test_no_rows_move_while_a_lost_ps_is_reloaded_between_two_runs_of_a_fit(clock, monkeypatch):
+    """Nor is the order withdrawn meanwhile. The rounds go on once NN workers train again, or `fit` has ended."""
+    processes, rounds = Processes(), []
+    roles = roles_of(processes)
+    roles.fits = 1
+
+    def started(check=True):  # Until it has restarted, it is a failure, and its restart holds the lock.
+        assert not 3 <= clock.now < 5 * TIMEOUT
+        return processes, None, None
+
+    def state(now):
+        if now == 3:
+            roles.running.release()
+        elif now == 5 * TIMEOUT:
+            roles.fits = 0
+        return ordered(1, 100) if now < 5 * TIMEOUT + 3 else DONE
+
+    roles.started = started
+    monkeypatch.setattr(ps_scaling._Watch, "_begin_rounds", lambda _: rounds.append(clock.now))
+    maps = Maps(clock, state)
+    ps_scaling._Watch(roles, maps, AFTER, processes.servers[1:]).wait()
+    assert maps.withdrawn is None
+    assert rounds == [5 * TIMEOUT + more for more in range(3)]
 
 
 @pytest.mark.parametrize("committed", [True, False])

@@ -54,7 +54,7 @@ class Roles:
 
     def __init__(self, nn_workers, timeout=30.0):
         self.lock, self.running = threading.RLock(), threading.Lock()
-        self.resting, self.moving = threading.Lock(), threading.Lock()
+        self.resting, self.moving, self.fits = threading.Lock(), threading.Lock(), 0
         self.counts, self.service, self.options = {"nn_worker": nn_workers}, None, SimpleNamespace(timeout=timeout)
         self.processes, self.placer, self.calls, self.told = Processes(), self, [], None
         self.processes.living = [Process(rank) for rank in range(nn_workers)]

@@ -186,7 +186,7 @@ class ProcessCluster(Cluster, Protocol):
         """Returns a context for the attempts of one call of `fit`.
 
         In it, NN workers join or leave only where NN worker 0 accepts it. Between two attempts it cannot check
-        whether the mode permits another number.
+        whether the mode permits another number. Nor do rows move then, so that rows of a checkpoint can be loaded.
         """
 
     def restart_servers(self, ranks: Sequence[int]) -> None:

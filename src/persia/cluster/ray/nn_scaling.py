@@ -70,8 +70,6 @@ class NNWorkerScaling:
         self._order: _Order | None = None
         self._refusal = ""
         self._numbers = itertools.count(1)
-        self._fits = 0
-        """Number of calls of `fit` that are in progress."""
 
     @property
     def requested(self) -> NNWorkersChange | None:
@@ -81,14 +79,14 @@ class NNWorkerScaling:
 
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
-        """Keeps changes that NN worker 0 has not accepted pending, also between the runs in the block."""
+        """Keeps changes that NN worker 0 has not accepted pending, and rows in place, between the runs in the block."""
         with self._roles.resting, self._changed:
-            self._fits += 1
+            self._roles.fits += 1
         try:
             yield
         finally:
             with self._changed:
-                self._fits -= 1
+                self._roles.fits -= 1
 
     def accept(self, number: int) -> bool:
         """Accepts a change for NN worker 0, which ends the function; returns False if it is not requested any more."""
@@ -133,7 +131,7 @@ class NNWorkerScaling:
         roles = self._roles
         with self._changed:
             order = self._order
-            if order is None or not order.ready or (self._fits and not order.approved):
+            if order is None or not order.ready or (roles.fits and not order.approved):
                 return
             if tell_servers and roles.service is not None:
                 self.tell(order.change.nn_workers)
@@ -191,7 +189,7 @@ class NNWorkerScaling:
                     factor = 1 / self.share  # Each trains as many batches per update as its options say.
                 if count == before and factor == 1:
                     return
-                if roles.processes is None or not (roles.nn_workers() or self._fits):
+                if roles.processes is None or not (roles.nn_workers() or roles.fits):
                     roles.set_nn_workers(count)
                     self.share *= factor
                     return
@@ -346,7 +344,7 @@ class NNWorkerScaling:
 
     def _adopt_between_runs(self) -> None:
         roles = self._roles
-        if roles.running.locked() or self._fits or not roles.moving.acquire(blocking=False):
+        if roles.running.locked() or roles.fits or not roles.moving.acquire(blocking=False):
             return  # Rows that move between two runs do so in a generation of their own.
         try:
             with roles.resting:

@@ -1,7 +1,7 @@
 """Embedding PSs that join and leave, and rows that move between them, while a run trains (docs/reference/moves.md).
 
-NN worker 0 moves the rows. The driver starts and ends processes, and orders bucket maps. Between two runs it also does
-the part of NN worker 0.
+NN worker 0 moves the rows. The driver starts and ends processes, and orders bucket maps. Between two runs, but not
+those of one `fit`, it also does the part of NN worker 0.
 """
 
 from __future__ import annotations
@@ -243,9 +243,11 @@ class _Watch:
         try:
             deadline = Deadline(self._roles.options.timeout)
             while (state := self._maps.map_state()).adopted < self._after.version:
-                if self._advances(state):
+                pauses = self._pauses
+                if self._advances(state) or pauses:
                     deadline = Deadline(self._roles.options.timeout)
-                self._check(state, deadline)
+                if not pauses:  # It could wait for PSs that start, and then find that the deadline has passed.
+                    self._check(state, deadline)
                 self._make_round()
                 time.sleep(POLL_SECONDS)
         finally:
@@ -301,14 +303,22 @@ class _Watch:
 
     # --- between two runs -----------------------------------------------------------------------------------------
 
+    @property
+    def _pauses(self) -> bool:
+        """Whether it is between two runs of one `fit`: a PS that was lost may be getting the rows of a checkpoint.
+
+        They are loaded by the map of that moment, and into a PS of which no copy is made.
+        """
+        return self._roles.fits > 0 and not self._roles.running.locked()
+
     def _make_round(self) -> None:
-        """Does the part of NN worker 0 if no function runs."""
+        """Does the part of NN worker 0 if no function runs, and none will soon."""
         roles = self._roles
-        if roles.running.locked():
+        if roles.running.locked() or roles.fits:
             self._end_rounds()
             return
         with roles.resting:
-            if roles.running.locked():
+            if roles.running.locked() or roles.fits:
                 return
             if self._rounds is None:
                 self._begin_rounds()

@@ -55,6 +55,7 @@ class Roles:
         running: held while a function runs on the NN workers.
         resting: held while a run begins, or rows move between two runs.
         moving: held while rows move to other PSs, one move at a time.
+        fits: number of calls of `fit` in progress, also between the runs of one. It increases under `resting`.
         service: service of PSs and embedding workers; None until they start.
         plan: addresses and settings. None until the coordinator has started, like the next four attributes.
         coordinator: a connection to the coordinator.
@@ -76,6 +77,7 @@ class Roles:
         self.running = threading.Lock()
         self.resting = threading.Lock()
         self.moving = threading.Lock()
+        self.fits = 0
         self.service: Service | None = None
         self.plan: Plan | None = None
         self.coordinator: Coordinator | None = None
