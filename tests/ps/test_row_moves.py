@@ -1,5 +1,6 @@
 """Rows move between PSs while they are trained: each is at its owner with its values, and nowhere else."""
 
+import logging
 import math
 import threading
 import time
@@ -149,16 +150,38 @@ def test_a_row_that_moves_counts_as_met():
     assert cluster.rows().keys() == {("item", id_) for id_ in range(100, 110)}
 
 
-def test_counts_of_ids_without_a_row_follow():
-    cluster = PSs(2, BucketMap.even(1), {"item": Table("item", 3, admission=AdmitMinFrequency(3))})
+@pytest.mark.parametrize("restart", [False, True])
+def test_counts_of_ids_without_a_row_follow(tmp_path, restart):
+    tables = {"item": Table("item", 3, admission=AdmitMinFrequency(3))}
+    cluster = PSs(2, BucketMap.even(1), tables, tmp_path if restart else None)
     for _ in range(2):
         cluster.train(range(200))
     assert not cluster.rows()
     after = cluster.buckets.moved(2)
     cluster.begin(after)
-    cluster.end(after)
+    cluster.finish(after)
+    if restart:  # The receiver is complete: it keeps them.
+        cluster.restart(1)
+    for ps in cluster.all:
+        ps.adopt(cluster.round, after)
     cluster.train(range(200))
     assert len(cluster.rows()) == 200
+
+
+def test_counts_of_a_table_with_another_capacity_are_left_out(caplog):
+    caplog.set_level(logging.WARNING, "persia.ps")
+    tables = {"item": Table("item", 3, capacity=10_000, admission=AdmitMinFrequency(3))}
+    cluster = PSs(2, BucketMap.even(1), tables, capacities={"item": 10_000})
+    cluster.options["capacities"] = {"item": 8_192}
+    cluster.all[1] = cluster.make(1)
+    for _ in range(2):
+        cluster.train(range(200))
+    after = cluster.buckets.moved(2)
+    cluster.begin(after)
+    cluster.end(after)
+    assert "table 'item' has another capacity at PSs that give rows to PS 1" in caplog.text
+    cluster.train(range(200))
+    assert 0 < len(cluster.rows()) < 200
 
 
 def test_a_donor_that_restarts_begins_again(tmp_path):

@@ -23,10 +23,10 @@ from persia.ps.row_chunks import chunk_rows
 from persia.ps.row_move import RowMove
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.space import SpaceWait
-from persia.ps.state_transfer import merge_admission
+from persia.ps.state_transfer import check_admission, merge_admission
 from persia.ps.table_numbers import TableNumbers
 from persia.retry import retry
-from persia.services import MovedRows, MoveStatus, Round, RowChunk
+from persia.services import MovedRows, MoveStatus, Round, RowChunk, StatePiece
 from persia.store import EmbeddingStore, Rows
 from persia.telemetry.logs import get_logger
 from persia.types import BoolArray, BucketMap, Ids
@@ -51,9 +51,16 @@ class _Copy:
         """Whether each bucket comes from this PS, bool `[BUCKETS]`."""
         self.applied = 0
         """Number of the last part that was applied."""
+        self.state: list[StatePiece] = []
+        """Admission sketches of the donor, until this PS is complete."""
         self.whole = False
         """Whether nothing follows."""
         self.lock = threading.Lock()
+
+    @property
+    def finishing(self) -> bool:
+        """Whether parts have come that a donor sends only once a round has sealed it."""
+        return self.whole or bool(self.state)
 
 
 def owned_rows(options: ServerOptions, regions: Regions | None) -> OwnedRows:
@@ -226,19 +233,15 @@ class RowMoves:
                 return
             removed = [(self._tables.number(chunk.table), self._coming_ids(chunk, copy)) for chunk in part.removed]
             rows = [(self._tables.number(chunk.table), self._coming_rows(chunk, copy)) for chunk in part.rows]
+            for piece in part.state:
+                check_admission(self._store, self._tables, piece)
             for table, ids in removed:
                 self._change(functools.partial(self._store.remove_rows, table, ids))
             for table, values in rows:
                 if values.last_step.any():  # This PS may not have begun the mode yet that needs them.
                     self._change(functools.partial(self._store.keep_last_steps, table))
                 self._change(functools.partial(self._store.import_rows, table, values))
-            for piece in part.state:
-                merged = self._change(functools.partial(merge_admission, self._store, self._tables, piece))
-                if not merged:
-                    LOG.warning(
-                        "table %r has another capacity at PS %d, so the counts of ids that have no row yet start again",
-                        piece.table, part.donor,
-                    )  # fmt: skip
+            copy.state += part.state  # Not merged here: the move may have been given up, and pushes be applied again.
             copy.applied, copy.whole = part.number, part.last
 
     def complete(self, number: Round, after: BucketMap) -> None:
@@ -248,6 +251,7 @@ class RowMoves:
             self._check_next(after)
             if self._own.complete == after:
                 return
+            state: list[StatePiece] = []
             for donor in self._donors(after):
                 copy = self._copies.get(donor)
                 if copy is None or copy.after != after or not copy.whole:
@@ -256,6 +260,13 @@ class RowMoves:
                         "them has restarted, or the move was not finished there. Begin the move again.",
                         donor=donor,
                     )
+                state += copy.state
+            for table in self._change(functools.partial(merge_admission, self._store, self._tables, state)):
+                LOG.warning(
+                    "table %r has another capacity at PSs that give rows to PS %d: "
+                    "their counts of ids that have no row yet start again",
+                    table, self._rank,
+                )  # fmt: skip
             self._keep(number, complete=after)
 
     def _loses(self, after: BucketMap) -> bool:
@@ -337,7 +348,8 @@ class RowMoves:
                 call()
             others = self._own.others or changes
             # In a round without a move, such as a change of mode, rows continue to come and go.
-            ends_moves = changes or self._own.sealed or self._own.complete is not None
+            finishing = self._own.sealed or any(copy.finishing for copy in self._copies.values())
+            ends_moves = changes or finishing or self._own.complete is not None
             if ends_moves:
                 self._close_copies(list(self._copies))
             self._keep(number, buckets=buckets, ended=True, sealed=False, complete=None, others=others)

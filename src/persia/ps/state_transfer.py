@@ -13,7 +13,7 @@ from persia.ps.table_numbers import TableNumbers
 from persia.services import RowChunk, StatePiece
 from persia.store import EmbeddingStore
 
-__all__ = ["admission_state", "export_rows", "export_state", "import_state", "merge_admission"]
+__all__ = ["admission_state", "check_admission", "export_rows", "export_state", "import_state", "merge_admission"]
 
 CHUNK_BYTES = 64 << 20
 """Approximate size of an exported chunk. It bounds the memory of a checkpoint, and the time that a shard is locked."""
@@ -93,28 +93,44 @@ def admission_state(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterato
             yield StatePiece(name, shard, "sketch", 0, store.export_state(index, shard)["sketch"])
 
 
-def merge_admission(store: EmbeddingStore, tables: TableNumbers, piece: StatePiece) -> bool:
-    """Raises the counts of a shard's admission sketch to those of another PS, in a quiescent PS.
+def check_admission(store: EmbeddingStore, tables: TableNumbers, piece: StatePiece) -> None:
+    """Raises StoreError unless a PS has the shard whose sketch a piece is for."""
+    shards = store.config(tables.number(piece.table)).resolved_shards
+    if piece.array != "sketch" or not 0 <= piece.shard < shards:
+        raise StoreError(f"Table {piece.table!r} has no {piece.array!r} of shard {piece.shard}.", table=piece.table)
 
-    Ids then count at least as often as they were met at either PS, so none is admitted later than it would have been.
+
+def merge_admission(store: EmbeddingStore, tables: TableNumbers, pieces: Sequence[StatePiece]) -> list[str]:
+    """Raises the counts of admission sketches to those of other PSs. A repeated call has no effect.
+
+    Ids then count at least as often as they were met at any PS, so none is admitted later than it would have been.
+
+    The PS must be quiescent: the record of a push that a shard applies meanwhile is lost, and its repetition would be
+    applied again.
 
     Args:
         store: the store of the tables.
         tables: numbers of the tables.
-        piece: the sketch, from `admission_state`.
+        pieces: the sketches, from `admission_state` of the other PSs.
 
     Returns:
-        Whether it has the size of this PS's sketch, which follows from the capacity of the table. Otherwise nothing
-        has changed.
+        The tables that have sketches of another size here, which follows from their capacity. They are unchanged.
     """
-    index = tables.number(piece.table)
-    if piece.array != "sketch" or not 0 <= piece.shard < store.config(index).resolved_shards:
-        raise StoreError(f"Table {piece.table!r} has no {piece.array!r} of shard {piece.shard}.", table=piece.table)
-    state = store.export_state(index, piece.shard)
-    if state["sketch"].shape != piece.values.shape or state["sketch"].dtype != piece.values.dtype:
-        return False
-    store.import_state(index, piece.shard, {**state, "sketch": np.maximum(state["sketch"], piece.values)})
-    return True
+    by_shard: dict[tuple[str, int], list[StatePiece]] = {}
+    for piece in pieces:
+        by_shard.setdefault((piece.table, piece.shard), []).append(piece)
+    others: dict[str, None] = {}
+    for (table, shard), group in by_shard.items():
+        index = tables.number(table)
+        state = store.export_state(index, shard)
+        sketch = state["sketch"]
+        for piece in group:
+            if sketch.shape != piece.values.shape or sketch.dtype != piece.values.dtype:
+                others[table] = None
+            else:
+                np.maximum(sketch, piece.values, out=sketch)
+        store.import_state(index, shard, state)
+    return list(others)
 
 
 def _pieces(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterator[StatePiece]:

@@ -68,7 +68,7 @@ class MovedRows(NamedTuple):
         number: number of this part within the copy, from 1 on.
         removed: ids that no longer have a row, as chunks with only `ids`. They come first.
         rows: whole rows.
-        state: admission sketches of the donor's shards.
+        state: admission sketches of the donor's shards, which the other PS merges once it is complete.
         last: whether nothing follows, as the donor refuses requests by now.
     """
 
@@ -134,7 +134,8 @@ class MovableRows(Protocol):
     def complete_move(self, number: Round, after: BucketMap) -> None:
         """Keeps the rows that have come for a map, also after a restart, until this PS adopts a map.
 
-        Call it once all donors have finished the move. A PS that gains no buckets only notes the map.
+        Also merges the admission counts that have come. Call it once all donors have finished the move. A PS that
+        gains no buckets only notes the map.
 
         Raises:
             StoreError: rows of a donor are missing; the error names it. Begin again.
