@@ -2,19 +2,32 @@
 
 import threading
 
+import numpy as np
 import pytest
 
-from persia.errors import DeadlineError, StoreError
+from persia.errors import DeadlineError, StaleMapError, StoreError
 from persia.retry import Backoff
 from persia.schema import AdmitMinFrequency, Table
 from persia.services import Round
-from persia.types import BucketMap
-from support.moving_ps import SECONDS, PSs
+from persia.types import BucketMap, Packed
+from support.moving_ps import SECONDS, PSs, until
 
 TABLES = {
     "item": Table("item", 3),
     "rare": Table("rare", 2, capacity=3000, admission=AdmitMinFrequency(2)),
 }
+
+
+STILL_SENDS = "PS 0 still sends rows for bucket map 1 to PS 1, which has not answered 0 s after"
+
+
+def in_time(call):
+    """Returns whether a call does not raise DeadlineError."""
+    try:
+        call()
+    except DeadlineError:
+        return False
+    return True
 
 
 class GivenUp(PSs):
@@ -37,6 +50,7 @@ class GivenUp(PSs):
 
         thread = threading.Thread(target=call)
         thread.start()
+        until(lambda: self.all[0]._moves._own.sealed)
         return thread
 
     def give_up(self):
@@ -110,4 +124,68 @@ def test_a_round_that_gives_up_a_move_ends_the_copies_that_were_being_finished()
     cluster.begin(cluster.after)
     cluster.end(cluster.after)
     assert cluster.rows() == before
+    cluster.check_places()
+
+
+@pytest.mark.parametrize("call", ["begin_receiving", "receive"])
+def test_a_donor_stays_sealed_while_its_move_sends_a_part_and_then_sends_no_other(monkeypatch, call):
+    monkeypatch.setattr("persia.ps.row_moves.STOP_SECONDS", 0.0)
+    cluster = GivenUp()
+    donor, gate, came, calls = cluster.all[0], threading.Event(), threading.Event(), []
+    for rank in (1, 2):
+        real = getattr(cluster.all[rank], call)
+
+        def gated(*arguments, real=real):
+            calls.append(arguments)
+            if call == "begin_receiving" or arguments[0].state:
+                came.set()
+                assert gate.wait(SECONDS)
+            real(*arguments)
+
+        setattr(cluster.all[rank], call, gated)
+    cluster.begin(cluster.after)
+    finishing = cluster.finish_in_thread()
+    assert came.wait(SECONDS)
+    sent = len(calls)
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match=STILL_SENDS):
+            donor.adopt(cluster.round, cluster.first)
+        with pytest.raises(StaleMapError, match="PS 0 has sent its rows to other PSs"):
+            donor.lookup(Packed(["item"], [1], np.ones(1, np.uint64)), True, 0)
+    gate.set()
+    until(lambda: in_time(lambda: donor.adopt(cluster.round, cluster.first)))
+    finishing.join(SECONDS)
+    assert len(calls) == sent
+    cluster.give_up()
+    for ps in cluster.all:
+        ps.cancel_move(1)
+    cluster.train(range(200))
+    cluster.check_places()
+
+
+def test_a_move_does_not_begin_next_to_one_that_still_sends(monkeypatch):
+    monkeypatch.setattr("persia.ps.row_moves.STOP_SECONDS", 0.0)
+    cluster = GivenUp()
+    receiver, gate, came = cluster.all[1], threading.Event(), threading.Event()
+    receive = receiver.receive
+
+    def gated(part):
+        came.set()
+        assert gate.wait(SECONDS)
+        receive(part)
+
+    receiver.receive = gated
+    cluster.begin(cluster.after)
+    assert came.wait(SECONDS)
+    donor, other = cluster.all[0], cluster.buckets.reassigned(0, 1)
+    for order in (
+        lambda: donor.begin_move(other),
+        lambda: donor.cancel_move(1),
+        lambda: donor.begin_move(cluster.after),  # It has been told to stop.
+    ):
+        with pytest.raises(DeadlineError, match=STILL_SENDS):
+            order()
+    gate.set()
+    until(lambda: in_time(lambda: donor.begin_move(cluster.after)))
+    cluster.end(cluster.after)
     cluster.check_places()

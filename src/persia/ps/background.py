@@ -25,10 +25,15 @@ class Background:
         atexit.register(self.stop)
         self._thread.start()
 
-    def stop(self, seconds: float = 1.0) -> None:
-        """Tells it to stop, and waits for its end, for at most this number of seconds."""
+    @property
+    def stopping(self) -> bool:
+        """Whether it was told to stop."""
+        return self._stop.is_set()
+
+    def stop(self, seconds: float = 1.0) -> bool:
+        """Tells it to stop, and waits for its end, for at most this number of seconds; returns whether it has ended."""
         self._stop.set()
-        self._thread.join(seconds)
+        return self.wait(seconds)
 
     def wait(self, seconds: float) -> bool:
         """Waits for its end; returns whether it has ended."""

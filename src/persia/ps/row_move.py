@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import batching
+from persia.errors import StoreError
 from persia.ps.background import Background
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.state_transfer import admission_state
@@ -73,6 +74,7 @@ class RowMove:
         self._numbers: dict[str, int] = {}
         """Numbers of the snapshot that the recipients have, by table; empty if they have none."""
         self._part = 0
+        self._sending_to = -1
         self._status = MoveStatus(after.version)
         self._finish = threading.Event()
         """Set once nothing changes any more."""
@@ -84,9 +86,14 @@ class RowMove:
         return self._status
 
     @property
+    def sending_to(self) -> int:
+        """Number of the PS that was last called; -1 if none was."""
+        return self._sending_to
+
+    @property
     def ended(self) -> bool:
-        """Whether it sends nothing any more."""
-        return self._thread.wait(0)
+        """Whether it sends nothing any more, or at most the part on its way."""
+        return self._thread.stopping or self._thread.wait(0)
 
     def finish(self, deadline: Deadline) -> bool:
         """Sends what has changed until now, and waits for the end; returns whether all rows were sent."""
@@ -94,9 +101,9 @@ class RowMove:
         self._thread.wait(deadline.left)
         return self._status.complete
 
-    def stop(self, seconds: float = 10.0) -> None:
-        """Ends it. Waits for the part that is being sent."""
-        self._thread.stop(seconds)
+    def stop(self, seconds: float) -> bool:
+        """Ends it: no other part is sent. Waits for the one that is being sent; returns whether it has ended."""
+        return self._thread.stop(seconds)
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -131,19 +138,19 @@ class RowMove:
         before, sent = self._status, 0
         try:
             if info.whole:  # Also after a pass that failed, or a checkpoint.
-                self._begin_copy()
+                self._begin_copy(stop)
             for chunk in self._snapshots.removed(name):
                 for server, part in self._by_recipient(chunk):
-                    self._send(server, removed=[part])
+                    self._send(stop, server, removed=[part])
             for chunk in self._snapshots.rows(name):
                 if stop.is_set():
                     return False
                 for server, part in self._by_recipient(chunk):
-                    self._send(server, rows=[part])
+                    self._send(stop, server, rows=[part])
                     sent += len(part.arrays["ids"])
                     self._status = before._replace(rows=before.rows + sent)
             if last:
-                self._send_last()
+                self._send_last(stop)
         except BaseException:
             self._status = before
             raise
@@ -160,10 +167,17 @@ class RowMove:
         )
         return info.whole
 
-    def _begin_copy(self) -> None:
+    def _begin_copy(self, stop: threading.Event) -> None:
         self._copy, self._part = secrets.token_hex(16), 0
         for server in self._recipients:
-            self._peer(server).begin_receiving(self.after, self._rank, self._copy)
+            self._recipient(stop, server).begin_receiving(self.after, self._rank, self._copy)
+
+    def _recipient(self, stop: threading.Event, server: int) -> MovableRows:
+        """Returns a PS for the next call. Raises StoreError if there must be none, as this PS may train again."""
+        if stop.is_set():
+            raise StoreError(f"The rows of PS {self._rank} do not move any more.", rank=self._rank)
+        self._sending_to = server
+        return self._peer(server)
 
     def _by_recipient(self, chunk: RowChunk) -> Iterator[tuple[int, RowChunk]]:
         """Yields the part of a chunk of rows that leave for each PS that will own any of it."""
@@ -176,16 +190,17 @@ class RowMove:
             if len(chosen):
                 yield server, chunk._replace(arrays={name: array[chosen] for name, array in chunk.arrays.items()})
 
-    def _send_last(self) -> None:
+    def _send_last(self, stop: threading.Event) -> None:
         """Sends what is not rows, and that nothing follows."""
         for piece in admission_state(self._store, self._tables):
             for server in self._recipients:
-                self._send(server, state=[piece])
+                self._send(stop, server, state=[piece])
         for server in self._recipients:
-            self._send(server, last=True)
+            self._send(stop, server, last=True)
 
     def _send(
         self,
+        stop: threading.Event,
         server: int,
         removed: list[RowChunk] | None = None,
         rows: list[RowChunk] | None = None,
@@ -197,4 +212,4 @@ class RowMove:
         part = MovedRows(
             self.after.version, self._rank, self._copy, self._part, removed or [], rows or [], state or [], last
         )
-        self._peer(server).receive(part)
+        self._recipient(stop, server).receive(part)

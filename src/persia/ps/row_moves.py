@@ -37,6 +37,9 @@ LOG = get_logger("persia.ps")
 
 T = TypeVar("T")
 
+STOP_SECONDS = 10.0
+"""Maximum wait for the part that a move sends as it ends; a call that ends it then fails, and is repeated."""
+
 SNAPSHOT_SECONDS = 0.1
 """Interval of asking whether a checkpoint still reads the rows."""
 
@@ -343,19 +346,20 @@ class RowMoves:
                         f"{', '.join(map(str, donors))}, which have not come. Move them first.",
                         version=buckets.version,
                     )
+            # In a round without a move, such as a change of mode, rows continue to come and go.
+            finishing = self._own.sealed or any(copy.finishing for copy in self._copies.values())
+            ends_moves = changes or finishing or self._own.complete is not None
+            if ends_moves:  # Before anything changes: a sealed PS serves nothing until its move sends nothing more.
+                self._end_move()
             begin_phase()
             for call in changing if changes else ():
                 call()
             others = self._own.others or changes
-            # In a round without a move, such as a change of mode, rows continue to come and go.
-            finishing = self._own.sealed or any(copy.finishing for copy in self._copies.values())
-            ends_moves = changes or finishing or self._own.complete is not None
             if ends_moves:
                 self._close_copies(list(self._copies))
             self._keep(number, buckets=buckets, ended=True, sealed=False, complete=None, others=others)
             if not ends_moves:
                 return
-            self._end_move()
             for index in self._tables.by_name.values() if changes else ():
                 self._store.end_import(index)
             if others:
@@ -364,7 +368,9 @@ class RowMoves:
     def close(self) -> None:
         """Ends what is done in the background."""
         with self._lock:
-            self._end_move()
+            if self._move is not None:
+                self._move.stop(STOP_SECONDS)
+                self._move = None
             if self._removal is not None:
                 self._removal.stop(10.0)
 
@@ -413,9 +419,19 @@ class RowMoves:
                 yield name, index, shard
 
     def _end_move(self) -> None:
-        if self._move is not None:
-            self._move.stop()
-            self._move = None
+        """Ends the rows that leave. Raises DeadlineError if some are still being sent: the caller repeats its call."""
+        if (move := self._move) is None:
+            return
+        if not move.stop(STOP_SECONDS):
+            raise DeadlineError(
+                f"PS {self._rank} still sends rows for bucket map {move.after.version} to PS {move.sending_to}, which "
+                f"has not answered {STOP_SECONDS:g} s after the move ended. Repeat the call; PS {move.sending_to} may "
+                "wait for space, or be gone.",
+                role="embedding_ps",
+                rank=move.sending_to,
+                seconds=STOP_SECONDS,
+            )
+        self._move = None
 
     def _remove_foreign(self) -> None:
         """Removes the rows that this PS does not own, in the background. Rule 13."""

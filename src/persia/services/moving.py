@@ -100,7 +100,7 @@ class MovableRows(Protocol):
 
         Raises:
             StaleMapError: it does not follow the map of this PS.
-            DeadlineError: rows of an earlier map are still being removed.
+            DeadlineError: rows of an earlier map are still being removed, or of an earlier move still being sent.
             StoreError: by the next map this PS gains buckets, too.
         """
 
@@ -111,6 +111,9 @@ class MovableRows(Protocol):
         """Ends the copies for a map that is not adopted, and removes the rows that have come. No-op without any.
 
         Not in a round that has finished the move: `adopt` the map before instead.
+
+        Raises:
+            DeadlineError: rows of the move are still being sent. Call again.
         """
 
     @rpc.waits
@@ -158,6 +161,7 @@ class MovableRows(Protocol):
 
         Raises:
             PersiaError: gradients are pending; drain first.
+            DeadlineError: rows of a move that ends are still being sent; this PS stays sealed. Call again.
             StaleMapError: it is neither the map of this PS nor the next one.
             StoreError: this PS would own rows that have not come.
         """
