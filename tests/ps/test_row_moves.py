@@ -17,7 +17,7 @@ from persia.optim import Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.rpc.interface import describe
 from persia.schema import AdmitMinFrequency, Steps, Table
-from persia.services import EmbeddingPS, MovableRows, MovedRows, MoveStatus, Round
+from persia.services import EmbeddingPS, MovableRows, MovedCounts, MovedRows, MoveStatus, Round
 from persia.types import BucketMap, Packed
 from support.examples import examples
 from support.moving_ps import SECONDS, TABLES, PSs, until
@@ -166,6 +166,51 @@ def test_counts_of_ids_without_a_row_follow(tmp_path, restart):
         ps.adopt(cluster.round, after)
     cluster.train(range(200))
     assert len(cluster.rows()) == 200
+
+
+@pytest.mark.parametrize("used", [0, 10])
+def test_counts_of_tables_without_ids_are_not_sent(used):
+    sent = {}
+    for untouched in (0, 3):
+        names = ["item", *"abc"[:untouched]]
+        tables = {name: Table(name, 3, capacity=10_000, admission=AdmitMinFrequency(3)) for name in names}
+        cluster = PSs(2, BucketMap.even(1), tables, capacities=dict.fromkeys(names, 10_000))
+        cluster.train(range(used))
+        receive, state = cluster.all[1].receive, []
+
+        def noted(part, receive=receive, state=state):
+            state.extend(part.state)
+            receive(part)
+
+        cluster.all[1].receive = noted
+        after = cluster.buckets.moved(2)
+        cluster.begin(after)
+        cluster.end(after)
+        sent[untouched] = sum(counts.blocks.nbytes + counts.counts.nbytes for counts in state)
+        assert {counts.table for counts in state} <= {"item"}
+    assert sent[0] == sent[3] <= used * 4 * (64 * 2 + 4)
+
+
+def test_counts_of_another_form_are_refused():
+    cluster = PSs(2, BucketMap.even(1), {"item": Table("item", 3, admission=AdmitMinFrequency(3))})
+    after, receiver = cluster.buckets.moved(2), cluster.all[1]
+    receiver.begin_receiving(after, 0, "copy")
+    good = MovedCounts("item", 0, 256, np.array([3], np.uint32), np.ones((1, 64), np.uint16))
+    for bad in (
+        good._replace(table="none"),
+        good._replace(shard=-1),
+        good._replace(shard=64),
+        good._replace(counters=255),
+        good._replace(blocks=np.array([4], np.uint32)),
+        good._replace(blocks=np.array([3, 3], np.uint32)),
+        good._replace(blocks=np.array([3])),
+        good._replace(counts=np.ones((1, 64), np.int16)),
+        good._replace(counts=np.ones(1, np.uint16)),
+        good._replace(blocks=np.empty(0, np.uint32), counts=np.empty((0, 64), np.uint16)),
+    ):
+        with pytest.raises(StoreError):
+            receiver.receive(MovedRows(1, 0, "copy", 1, [], [], [bad]))
+    receiver.receive(MovedRows(1, 0, "copy", 1, [], [], [good]))
 
 
 def test_counts_of_a_table_with_another_capacity_are_left_out(caplog):
@@ -738,14 +783,16 @@ def test_training_goes_on_meanwhile():
     assert cluster.rows() == alone.rows()
 
 
-def test_over_the_network(tmp_path):
-    cluster = PSs(3, BucketMap.even(2))
+def test_over_the_network():
+    rare = Table("rare", 2, capacity=10_000, admission=AdmitMinFrequency(2))
+    cluster = PSs(3, BucketMap.even(2), TABLES | {"rare": rare}, capacities={"rare": 10_000})
     protocol = type("Both", (EmbeddingPS, MovableRows), {})
     servers = [rpc.serve(ps, protocol=protocol) for ps in cluster.all]
     stubs = [rpc.connect(server.address, MovableRows, timeout=SECONDS) for server in servers]
     try:
         local, cluster.all = cluster.all, cluster.all
         cluster.train(range(500))
+        cluster.train(range(200), "rare")
         before = cluster.rows()
         for ps in local:
             ps._moves._peer = stubs.__getitem__
@@ -760,6 +807,8 @@ def test_over_the_network(tmp_path):
             stub.adopt(Round(1, 1), after)
         assert cluster.rows() == before
         cluster.check_places()
+        cluster.train(range(200), "rare")  # Their counts have moved, too.
+        assert len(cluster.rows()) == len(before) + 200
     finally:
         for stub in stubs:
             rpc.close(stub)

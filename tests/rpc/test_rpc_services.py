@@ -23,6 +23,7 @@ from persia.services import (
     EmbeddingPS,
     EmbeddingWorker,
     MovableRows,
+    MovedCounts,
     MovedRows,
     MoveProgress,
     RecordableRows,
@@ -73,6 +74,7 @@ SCHEMA = Schema(
 )
 IDS = {"item": np.arange(5, dtype=np.uint64), "user": np.arange(3, dtype=np.uint64)}
 ROWS = {"item": np.ones((5, 8), np.float32), "user": np.ones((3, 4), np.float32)}
+COUNTS = MovedCounts("user", 0, 256, np.array([1], np.uint32), np.ones((1, 64), np.uint16))
 STATE = DenseState([], [], np.empty(0, np.uint8), [], "[]", [], np.empty(0, np.uint8), "{}", -1)
 COLUMNS = {
     "item": IdColumn(np.array([1, 2, 1], np.uint64)),
@@ -409,7 +411,7 @@ CALLS = {
         "complete_move": (Round(1, 2), BucketMap.even(2).moved(3)),
         "adopt": (Round(1, 2), BucketMap.even(2).moved(3), Sync(), 7, 3),
         "begin_receiving": (BucketMap.even(2).moved(3), 0, "0" * 32),
-        "receive": (MovedRows(1, 0, "0" * 32, 1, [], [RowChunk("item", 0, {"ids": IDS["item"]})], []),),
+        "receive": (MovedRows(1, 0, "0" * 32, 1, [], [RowChunk("item", 0, {"ids": IDS["item"]})], [COUNTS]),),
     },
 }
 

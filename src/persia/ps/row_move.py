@@ -16,9 +16,9 @@ from persia import batching
 from persia.errors import StoreError
 from persia.ps.background import Background
 from persia.ps.snapshots import StoreSnapshots
-from persia.ps.state_transfer import admission_state
+from persia.ps.state_transfer import admission_counts
 from persia.retry import Backoff, Deadline
-from persia.services import MovableRows, MovedRows, MoveStatus, RowChunk, StatePiece
+from persia.services import MovableRows, MovedCounts, MovedRows, MoveStatus, RowChunk
 from persia.store import EmbeddingStore
 from persia.telemetry.logs import get_logger
 from persia.types import BucketMap
@@ -192,7 +192,7 @@ class RowMove:
 
     def _send_last(self, stop: threading.Event) -> None:
         """Sends what is not rows, and that nothing follows."""
-        for piece in admission_state(self._store, self._tables):
+        for piece in admission_counts(self._store, self._tables):
             for server in self._recipients:
                 self._send(stop, server, state=[piece])
         for server in self._recipients:
@@ -204,7 +204,7 @@ class RowMove:
         server: int,
         removed: list[RowChunk] | None = None,
         rows: list[RowChunk] | None = None,
-        state: list[StatePiece] | None = None,
+        state: list[MovedCounts] | None = None,
         *,
         last: bool = False,
     ) -> None:

@@ -23,10 +23,10 @@ from persia.ps.row_chunks import chunk_rows
 from persia.ps.row_move import RowMove
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.space import SpaceWait
-from persia.ps.state_transfer import check_admission, merge_admission
+from persia.ps.state_transfer import check_counts, merge_admission
 from persia.ps.table_numbers import TableNumbers
 from persia.retry import retry
-from persia.services import MovedRows, MoveStatus, Round, RowChunk, StatePiece
+from persia.services import MovedCounts, MovedRows, MoveStatus, Round, RowChunk
 from persia.store import EmbeddingStore, Rows
 from persia.telemetry.logs import get_logger
 from persia.types import BoolArray, BucketMap, Ids
@@ -54,8 +54,8 @@ class _Copy:
         """Whether each bucket comes from this PS, bool `[BUCKETS]`."""
         self.applied = 0
         """Number of the last part that was applied."""
-        self.state: list[StatePiece] = []
-        """Admission sketches of the donor, until this PS is complete."""
+        self.state: list[MovedCounts] = []
+        """Admission counts of the donor, until this PS is complete."""
         self.whole = False
         """Whether nothing follows."""
         self.lock = threading.Lock()
@@ -236,8 +236,8 @@ class RowMoves:
                 return
             removed = [(self._tables.number(chunk.table), self._coming_ids(chunk, copy)) for chunk in part.removed]
             rows = [(self._tables.number(chunk.table), self._coming_rows(chunk, copy)) for chunk in part.rows]
-            for piece in part.state:
-                check_admission(self._store, self._tables, piece)
+            for counts in part.state:
+                check_counts(self._store, self._tables, counts)
             for table, ids in removed:
                 self._change(functools.partial(self._store.remove_rows, table, ids))
             for table, values in rows:
@@ -254,7 +254,7 @@ class RowMoves:
             self._check_next(after)
             if self._own.complete == after:
                 return
-            state: list[StatePiece] = []
+            state: list[MovedCounts] = []
             for donor in self._donors(after):
                 copy = self._copies.get(donor)
                 if copy is None or copy.after != after or not copy.whole:

@@ -10,13 +10,16 @@ import numpy as np
 from persia.errors import StoreError
 from persia.ps.row_chunks import row_chunk
 from persia.ps.table_numbers import TableNumbers
-from persia.services import RowChunk, StatePiece
+from persia.services import MovedCounts, RowChunk, StatePiece
 from persia.store import EmbeddingStore
 
-__all__ = ["admission_state", "check_admission", "export_rows", "export_state", "import_state", "merge_admission"]
+__all__ = ["admission_counts", "check_counts", "export_rows", "export_state", "import_state", "merge_admission"]
 
 CHUNK_BYTES = 64 << 20
 """Approximate size of an exported chunk. It bounds the memory of a checkpoint, and the time that a shard is locked."""
+
+COUNTERS = 64
+"""Counters in a block of an admission sketch that is left out if all are 0: each id has four, at places by its hash."""
 
 MOST_PIECES = 1000
 """Maximum number of pieces of state in one list, as the size of a message is limited."""
@@ -81,8 +84,11 @@ def import_state(store: EmbeddingStore, tables: TableNumbers, pieces: Sequence[S
         store.import_state(index, shard, state)
 
 
-def admission_state(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterator[StatePiece]:
-    """Yields the admission sketches of tables that have any, one of each shard.
+def admission_counts(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterator[MovedCounts]:
+    """Yields the counts of the admission sketches of tables that have any, shard by shard.
+
+    A sketch has up to 8 MiB, even if few ids were met: blocks of counters that are all 0 are left out, and shards
+    without any others.
 
     Args:
         store: the store of the tables.
@@ -90,17 +96,38 @@ def admission_state(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterato
     """
     for name, index in tables.items():
         for shard in range(store.config(index).resolved_shards if store.config(index).admission != "all" else 0):
-            yield StatePiece(name, shard, "sketch", 0, store.export_state(index, shard)["sketch"])
+            sketch = store.export_state(index, shard)["sketch"]
+            blocks = sketch.reshape(-1, COUNTERS)
+            used = np.flatnonzero(blocks.any(axis=1))
+            if len(used):
+                yield MovedCounts(name, shard, len(sketch), used.astype(np.uint32), blocks[used])
 
 
-def check_admission(store: EmbeddingStore, tables: TableNumbers, piece: StatePiece) -> None:
-    """Raises StoreError unless a PS has the shard whose sketch a piece is for."""
-    shards = store.config(tables.number(piece.table)).resolved_shards
-    if piece.array != "sketch" or not 0 <= piece.shard < shards:
-        raise StoreError(f"Table {piece.table!r} has no {piece.array!r} of shard {piece.shard}.", table=piece.table)
+def check_counts(store: EmbeddingStore, tables: TableNumbers, counts: MovedCounts) -> None:
+    """Raises StoreError unless counts are for a shard of a PS, and their blocks are those of a sketch."""
+    shards = store.config(tables.number(counts.table)).resolved_shards
+    blocks, values = counts.blocks, counts.counts
+    if not 0 <= counts.shard < shards:
+        raise StoreError(
+            f"Table {counts.table!r} has no shard {counts.shard}; use the same shards.", table=counts.table
+        )
+    if (
+        blocks.dtype != np.uint32
+        or values.dtype != np.uint16
+        or values.ndim != 2
+        or blocks.shape != values.shape[:1]
+        or not values.size
+        or counts.counters % values.shape[1]
+        or int(blocks.max()) >= counts.counters // values.shape[1]
+    ):
+        raise StoreError(
+            f"Admission counts of table {counts.table!r} need blocks uint32 [n] within the sketch and counts uint16 "
+            "[n, counters in a block].",
+            table=counts.table,
+        )
 
 
-def merge_admission(store: EmbeddingStore, tables: TableNumbers, pieces: Sequence[StatePiece]) -> list[str]:
+def merge_admission(store: EmbeddingStore, tables: TableNumbers, state: Sequence[MovedCounts]) -> list[str]:
     """Raises the counts of admission sketches to those of other PSs. A repeated call has no effect.
 
     Ids then count at least as often as they were met at any PS, so none is admitted later than it would have been.
@@ -111,25 +138,26 @@ def merge_admission(store: EmbeddingStore, tables: TableNumbers, pieces: Sequenc
     Args:
         store: the store of the tables.
         tables: numbers of the tables.
-        pieces: the sketches, from `admission_state` of the other PSs.
+        state: the counts, from `admission_counts` of the other PSs and checked by `check_counts`.
 
     Returns:
         The tables that have sketches of another size here, which follows from their capacity. They are unchanged.
     """
-    by_shard: dict[tuple[str, int], list[StatePiece]] = {}
-    for piece in pieces:
-        by_shard.setdefault((piece.table, piece.shard), []).append(piece)
+    by_shard: dict[tuple[str, int], list[MovedCounts]] = {}
+    for counts in state:
+        by_shard.setdefault((counts.table, counts.shard), []).append(counts)
     others: dict[str, None] = {}
     for (table, shard), group in by_shard.items():
         index = tables.number(table)
-        state = store.export_state(index, shard)
-        sketch = state["sketch"]
-        for piece in group:
-            if sketch.shape != piece.values.shape or sketch.dtype != piece.values.dtype:
+        before = store.export_state(index, shard)
+        sketch = before["sketch"]
+        for counts in group:
+            if len(sketch) != counts.counters:
                 others[table] = None
             else:
-                np.maximum(sketch, piece.values, out=sketch)
-        store.import_state(index, shard, state)
+                blocks = sketch.reshape(-1, counts.counts.shape[1])  # A view.
+                blocks[counts.blocks] = np.maximum(blocks[counts.blocks], counts.counts)
+        store.import_state(index, shard, before)
     return list(others)
 
 

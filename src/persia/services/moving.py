@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from persia import rpc
 from persia.modes import Mode
-from persia.services.embedding import RowChunk, StatePiece
+from persia.services.embedding import RowChunk
 from persia.telemetry.metrics import Readings
 from persia.types import BucketMap
 
@@ -18,6 +20,7 @@ __all__ = [
     "MovableRows",
     "MoveProgress",
     "MoveStatus",
+    "MovedCounts",
     "MovedRows",
     "Round",
     "ScaleRequest",
@@ -58,6 +61,24 @@ class MoveStatus(NamedTuple):
     error: str = ""
 
 
+class MovedCounts(NamedTuple):
+    """The counts of a shard's admission sketch, without blocks of counters that are all 0.
+
+    Attributes:
+        table: name of the table.
+        shard: shard of the PS that sends them.
+        counters: number of counters of the sketch.
+        blocks: numbers of the blocks, uint32 `[n]`.
+        counts: their counters, uint16 `[n, counters in a block]`.
+    """
+
+    table: str
+    shard: int
+    counters: int
+    blocks: np.ndarray
+    counts: np.ndarray
+
+
 class MovedRows(NamedTuple):
     """A part of the rows that one PS sends to another, which applies the parts in order, each once.
 
@@ -68,7 +89,7 @@ class MovedRows(NamedTuple):
         number: number of this part within the copy, from 1 on.
         removed: ids that no longer have a row, as chunks with only `ids`. They come first.
         rows: whole rows.
-        state: admission sketches of the donor's shards, which the other PS merges once it is complete.
+        state: admission counts of the donor's shards, which the other PS merges once it is complete.
         last: whether nothing follows, as the donor refuses requests by now.
     """
 
@@ -78,7 +99,7 @@ class MovedRows(NamedTuple):
     number: int
     removed: list[RowChunk]
     rows: list[RowChunk]
-    state: list[StatePiece]
+    state: list[MovedCounts]
     last: bool = False
 
 
