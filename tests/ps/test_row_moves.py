@@ -195,11 +195,11 @@ def test_counts_of_another_form_are_refused():
     cluster = PSs(2, BucketMap.even(1), {"item": Table("item", 3, admission=AdmitMinFrequency(3))})
     after, receiver = cluster.buckets.moved(2), cluster.all[1]
     receiver.begin_receiving(after, 0, "copy")
-    good = MovedCounts("item", 0, 256, np.array([3], np.uint32), np.ones((1, 64), np.uint16))
+    good = MovedCounts("item", 0, 8, 256, np.array([3], np.uint32), np.ones((1, 64), np.uint16))
     for bad in (
         good._replace(table="none"),
         good._replace(shard=-1),
-        good._replace(shard=64),
+        good._replace(shard=8),
         good._replace(counters=255),
         good._replace(blocks=np.array([4], np.uint32)),
         good._replace(blocks=np.array([3, 3], np.uint32)),
@@ -213,11 +213,12 @@ def test_counts_of_another_form_are_refused():
     receiver.receive(MovedRows(1, 0, "copy", 1, [], [], [good]))
 
 
-def test_counts_of_a_table_with_another_capacity_are_left_out(caplog):
+@pytest.mark.parametrize("capacity", [8_192, 4_000, 50_000], ids=["smaller sketches", "fewer shards", "more shards"])
+def test_counts_of_a_table_with_another_capacity_are_left_out(caplog, capacity):
     caplog.set_level(logging.WARNING, "persia.ps")
     tables = {"item": Table("item", 3, capacity=10_000, admission=AdmitMinFrequency(3))}
     cluster = PSs(2, BucketMap.even(1), tables, capacities={"item": 10_000})
-    cluster.options["capacities"] = {"item": 8_192}
+    cluster.options["capacities"] = {"item": capacity}
     cluster.all[1] = cluster.make(1)
     for _ in range(2):
         cluster.train(range(200))

@@ -74,7 +74,7 @@ SCHEMA = Schema(
 )
 IDS = {"item": np.arange(5, dtype=np.uint64), "user": np.arange(3, dtype=np.uint64)}
 ROWS = {"item": np.ones((5, 8), np.float32), "user": np.ones((3, 4), np.float32)}
-COUNTS = MovedCounts("user", 0, 256, np.array([1], np.uint32), np.ones((1, 64), np.uint16))
+COUNTS = MovedCounts("user", 0, 8, 256, np.array([1], np.uint32), np.ones((1, 64), np.uint16))
 STATE = DenseState([], [], np.empty(0, np.uint8), [], "[]", [], np.empty(0, np.uint8), "{}", -1)
 COLUMNS = {
     "item": IdColumn(np.array([1, 2, 1], np.uint64)),

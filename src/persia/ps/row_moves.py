@@ -237,7 +237,7 @@ class RowMoves:
             removed = [(self._tables.number(chunk.table), self._coming_ids(chunk, copy)) for chunk in part.removed]
             rows = [(self._tables.number(chunk.table), self._coming_rows(chunk, copy)) for chunk in part.rows]
             for counts in part.state:
-                check_counts(self._store, self._tables, counts)
+                check_counts(self._tables, counts)
             for table, ids in removed:
                 self._change(functools.partial(self._store.remove_rows, table, ids))
             for table, values in rows:

@@ -95,24 +95,22 @@ def admission_counts(store: EmbeddingStore, tables: Mapping[str, int]) -> Iterat
         tables: numbers of the tables by name.
     """
     for name, index in tables.items():
-        for shard in range(store.config(index).resolved_shards if store.config(index).admission != "all" else 0):
+        shards = store.config(index).resolved_shards
+        for shard in range(shards) if store.config(index).admission != "all" else ():
             sketch = store.export_state(index, shard)["sketch"]
             blocks = sketch.reshape(-1, COUNTERS)
             used = np.flatnonzero(blocks.any(axis=1))
             if len(used):
-                yield MovedCounts(name, shard, len(sketch), used.astype(np.uint32), blocks[used])
+                yield MovedCounts(name, shard, shards, len(sketch), used.astype(np.uint32), blocks[used])
 
 
-def check_counts(store: EmbeddingStore, tables: TableNumbers, counts: MovedCounts) -> None:
-    """Raises StoreError unless counts are for a shard of a PS, and their blocks are those of a sketch."""
-    shards = store.config(tables.number(counts.table)).resolved_shards
+def check_counts(tables: TableNumbers, counts: MovedCounts) -> None:
+    """Raises StoreError unless a PS has the table of counts, and their blocks are those of a sketch."""
+    tables.number(counts.table)
     blocks, values = counts.blocks, counts.counts
-    if not 0 <= counts.shard < shards:
-        raise StoreError(
-            f"Table {counts.table!r} has no shard {counts.shard}; use the same shards.", table=counts.table
-        )
     if (
-        blocks.dtype != np.uint32
+        not 0 <= counts.shard < counts.shards
+        or blocks.dtype != np.uint32
         or values.dtype != np.uint16
         or values.ndim != 2
         or blocks.shape != values.shape[:1]
@@ -121,8 +119,8 @@ def check_counts(store: EmbeddingStore, tables: TableNumbers, counts: MovedCount
         or int(blocks.max()) >= counts.counters // values.shape[1]
     ):
         raise StoreError(
-            f"Admission counts of table {counts.table!r} need blocks uint32 [n] within the sketch and counts uint16 "
-            "[n, counters in a block].",
+            f"Admission counts of table {counts.table!r} need a shard, blocks uint32 [n] within its sketch and counts "
+            "uint16 [n, counters in a block].",
             table=counts.table,
         )
 
@@ -141,12 +139,16 @@ def merge_admission(store: EmbeddingStore, tables: TableNumbers, state: Sequence
         state: the counts, from `admission_counts` of the other PSs and checked by `check_counts`.
 
     Returns:
-        The tables that have sketches of another size here, which follows from their capacity. They are unchanged.
+        The tables that have another number of shards here, or sketches of another size, which follow from their
+        capacity. They are unchanged.
     """
     by_shard: dict[tuple[str, int], list[MovedCounts]] = {}
-    for counts in state:
-        by_shard.setdefault((counts.table, counts.shard), []).append(counts)
     others: dict[str, None] = {}
+    for counts in state:
+        if counts.shards == store.config(tables.number(counts.table)).resolved_shards:
+            by_shard.setdefault((counts.table, counts.shard), []).append(counts)
+        else:
+            others[counts.table] = None
     for (table, shard), group in by_shard.items():
         index = tables.number(table)
         before = store.export_state(index, shard)

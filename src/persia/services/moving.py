@@ -67,6 +67,7 @@ class MovedCounts(NamedTuple):
     Attributes:
         table: name of the table.
         shard: shard of the PS that sends them.
+        shards: number of its shards, on which the shard of an id depends.
         counters: number of counters of the sketch.
         blocks: numbers of the blocks, uint32 `[n]`.
         counts: their counters, uint16 `[n, counters in a block]`.
@@ -74,6 +75,7 @@ class MovedCounts(NamedTuple):
 
     table: str
     shard: int
+    shards: int
     counters: int
     blocks: np.ndarray
     counts: np.ndarray
