@@ -53,18 +53,19 @@ class Size(NamedTuple):
     Attributes:
         epochs: number of passes.
         steps: batches of a pass.
-        least: smallest number of histories of a batch; up to 10 events, it has twice as many.
+        histories: number of histories of a batch of up to 100 events each; up to 10, it has twice as many. Longer ones
+            are fewer, so that a batch has as many events.
         tested: number of histories that are ranked after each pass.
     """
 
     epochs: int
     steps: int
-    least: int
+    histories: int
     tested: int
 
     def batch_size(self, length: int) -> int:
         """Returns the number of histories of a batch."""
-        return self.least * 2 if length <= 10 else self.least
+        return self.histories * 2 if length <= 10 else max(1, self.histories * 100 // max(length, 100))
 
 
 def _after(items: Items, rule: Items, kept: NDArray[np.bool_], lag: int) -> Items:

@@ -50,7 +50,7 @@ def test_the_next_item_follows_the_event_of_a_day_ago(length):
 
 
 def test_hstu_learns_a_chain_as_fast_as_sasrec():
-    size = Size(epochs=2, steps=60, least=50, tested=200)
+    size = Size(epochs=2, steps=60, histories=50, tested=200)
     ours, theirs = (hit_rates(model, "first", 10, 0, size) for model in ("hstu", "sasrec"))
     assert ours[0] > theirs[0] - 0.1
     assert ours[-1] > 0.8
@@ -58,6 +58,6 @@ def test_hstu_learns_a_chain_as_fast_as_sasrec():
 
 @pytest.mark.slow
 def test_hstu_finds_the_event_of_a_day_ago():
-    size = Size(epochs=1, steps=150, least=50, tested=200)
+    size = Size(epochs=1, steps=150, histories=50, tested=200)
     (ours,), (theirs,) = (hit_rates(model, "time", 5, 0, size) for model in ("hstu", "sasrec"))
     assert ours > theirs + 0.2
