@@ -35,6 +35,7 @@ PAGES = tuple(
         "docs/modes.md",
         "docs/papers.md",
         "docs/papers/persia.md",
+        "docs/reference/moves.md",
         "docs/papers/gba.md",
         "docs/papers/apmsqueeze.md",
         "docs/decisions/0020-one-thread.md",
@@ -92,8 +93,8 @@ def quantity(value: float, unit: str, signed: bool = False) -> str:
         return f"{100 * value:.3g} %"
     if unit == "s":
         return f"{1000 * value:.2g} ms" if value < 0.1 else f"{value:.2g} s"
-    if unit == "rows/s":
-        return f"{value / 1e6:.2g} M rows/s" if value >= 1e5 else f"{value:,.3g} rows/s"
+    if unit in ("rows/s", "states"):
+        return f"{value / 1e6:.2g} M {unit}" if value >= 1e5 else f"{value:,.3g} {unit}"
     if unit == "bytes":
         return f"{value / 2**20:.3g} MiB" if value >= 2**20 else f"{value:.3g} bytes"
     if unit == "ratio":
