@@ -41,6 +41,7 @@ dim = 8
 name = "history"
 table = "item"
 pooling = "none"
+keep = "last"
 max_length = 4
 
 [model]
