@@ -65,7 +65,7 @@ class Processes:
 
 
 class Cluster(Roles):
-    """A cluster of four PSs, whose rows move at once. `started_ranks` are those of PSs that have joined."""
+    """A cluster of four PSs, whose rows move immediately. `started_ranks` has the ranks of PSs that have joined."""
 
     def __init__(self, monkeypatch):
         super().__init__(
@@ -94,6 +94,7 @@ class Cluster(Roles):
         return started
 
     def move(self, _, maps, after, added):
+        self.watched = [process.rank for process in added]
         if after != maps.map_state().buckets:
             assert {process.rank for process in self.processes.servers}.issuperset(range(after.servers))
             maps.order_map(after)
@@ -168,6 +169,17 @@ def test_pss_without_rows_that_a_failed_call_has_left_and_that_die_are_replaced(
     assert scale_servers(cluster, count, lambda: None)
     assert cluster.here == (count, list(range(count)))
     assert cluster.started_ranks == list(range(2, count))
+
+
+def test_pss_without_rows_that_a_failed_call_has_left_are_watched_as_they_get_rows(cluster):
+    def fails():
+        raise PersiaError("The coordinator is late.")
+
+    with pytest.raises(PersiaError, match="The coordinator is late"):
+        scale_servers(cluster, 2, fails)
+    assert scale_servers(cluster, 4, lambda: None)
+    assert cluster.watched == [2, 3]
+    assert cluster.started_ranks == []
 
 
 def test_pss_that_could_not_start_have_left(cluster, monkeypatch):

@@ -65,7 +65,8 @@ def event_log(
     Args:
         source: Parquet, CSV or JSON-lines files, told by their suffix: a file, glob, directory, URL or list; or any
             source of `persia.data.arrow`, such as a frame or a table.
-        schema: features of an event, each with one value; histories, which are features with one `max_length`; labels.
+        schema: features of an event, each with one value; histories, which are features with one `max_length` and
+            `keep="last"`; labels.
         batch_size: samples per batch.
         owner: column of the source with the user or session whose events are a history.
         time: column of the source with the time: numbers, dates, timestamps, or texts of these.

@@ -124,9 +124,10 @@ def shared_negatives(
         seed: seed of the draws.
 
     Raises:
-        ConfigError: a feature is unknown, computed or does not fit; a number is out of range; a name that would be
-            added is taken; a catalog lacks a feature, or has only counts of 0 for "popularity"; or the reader is a
-            joined stream or growing directories.
+        ConfigError: a feature is unknown, computed or does not fit; a number is out of range; `count` exceeds what
+            batches of the longest histories hold with `similar_lengths`; a name that would be added is taken; a
+            catalog lacks a feature, or has only counts of 0 for "popularity"; or the reader is a joined stream or
+            growing directories.
     """
     check_features(reader.schema, features)
     counted_of(reader.schema, features, history)

@@ -73,7 +73,7 @@ class SharedNegatives(SampledReader):
         if self.catalog is not None:
             check_catalog(self.catalog, self.features, self.by)
         counted_of(self.reader.schema, self.features, self.history)
-        self._check_room()
+        self._check_smallest_batches()
         _ = self.schema  # Raises ConfigError if a name is taken.
 
     @cached_property
@@ -186,7 +186,7 @@ class SharedNegatives(SampledReader):
                 batch=0,
             )
 
-    def _check_room(self) -> None:
+    def _check_smallest_batches(self) -> None:
         """Raises ConfigError if batches of similar lengths are too small for all negatives where they are longest."""
         if self.by == "in_batch" or self.count is None or not self._similar:
             return

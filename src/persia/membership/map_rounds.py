@@ -210,7 +210,7 @@ class MapRounds:
         silent = [number for number, answer in zip(members, answers, strict=True) if isinstance(answer, Exception)]
         self._cancels = bool(silent)
         if silent:
-            self._problem = f"embedding PS {silent[0]} has not answered that it ends the move before"
+            self._problem = f"embedding PS {silent[0]} has not answered the request to end the previous move"
 
     def _report(self, progress: MoveProgress) -> None:
         if progress != self._progress:

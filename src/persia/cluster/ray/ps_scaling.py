@@ -1,7 +1,7 @@
 """Embedding PSs that join and leave, and rows that move between them, while a run trains (docs/reference/moves.md).
 
-NN worker 0 moves the rows. The driver starts and ends processes, and orders bucket maps. Between two runs, but not
-those of one `fit`, it also does the part of NN worker 0.
+NN worker 0 moves the rows. The driver starts and ends processes, and orders bucket maps. Between two runs it also
+does the part of NN worker 0, except within one `fit`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object], expect
         after: BucketMap | None = None
         try:
             after = bucket_map(roles).moved(count)
-            _move(roles, maps, after, added)
+            servers = roles.started(check=False)[0].of("embedding_ps")  # Also those that a failed call has left.
+            _move(roles, maps, after, [each for each in servers if each.expendable and each.rank < count])
         except BaseException:
             with contextlib.suppress(PersiaError):
                 if after is None or maps.withdraw_map(after):
@@ -94,8 +95,9 @@ def scale_servers(roles: Roles, count: int, follow: Callable[[], object], expect
                     _need_servers(roles, after)
             raise
         _need_servers(roles, after)
-        for process in roles.started(check=False)[0].of("embedding_ps")[count:]:
-            process.expendable = True  # It owns no rows any more.
+        for process in roles.started(check=False)[0].of("embedding_ps"):
+            if process.rank >= count:
+                process.expendable = True  # It owns no rows any more.
         follow()
         roles.note_servers(count, now=True)
         if count <= before:  # If it is equal, those that an earlier call may not have ended.
