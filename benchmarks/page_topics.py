@@ -124,6 +124,12 @@ TOPICS = {
         Row("hosts.hybrid_vs_sync", "`Hybrid` over `Sync`, three hosts, 1 Gbit/s, 1 ms, keys, 40 ms of network"),
         Row("hosts.scaling", "4 NN workers over 1 on these hosts, all on two cores"),
     ),
+    "chains": (
+        Row("seq.chain.hstu.*", "HR@1 of `HSTU` over the best possible"),
+        Row("seq.chain.sasrec.[!t]*", "the same of `SASRec`, without chains of times, which it does not read"),
+        Row("seq.first_epoch.*", "`HSTU` less `SASRec` after the first epoch"),
+        Row("seq.time.*", "the same after the last epoch, where the next item follows the event of a day ago"),
+    ),
     "failing_network": (
         Row("chaos.hosts.faults", "faults in `Sync`, `Hybrid` and `Gba`, and changes of numbers of processes"),
         Row("chaos.hosts.violations", "invariants that do not hold at the end, such as rows with another value"),

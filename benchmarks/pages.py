@@ -29,6 +29,7 @@ PAGES = tuple(
         "docs/performance.md",
         "docs/guide/cluster.md",
         "docs/guide/features.md",
+        "docs/guide/models.md",
         "docs/guide/sequences.md",
         "docs/guide/targets.md",
         "docs/concepts/fresh-rows.md",
