@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -29,6 +28,7 @@ from persia.nn.item_catalogue import (
     towers_of,
 )
 from persia.schema import Schema
+from persia.serve.index_state import IndexState, padded_mask
 from persia.telemetry.logs import get_logger
 
 if TYPE_CHECKING:
@@ -83,36 +83,6 @@ class Retrieved(NamedTuple):
     ids: NDArray[np.uint64]
     scores: NDArray[np.float32]
     step: int
-
-
-@dataclass(frozen=True)
-class _State:
-    """The data of a search. Only `gone` ever changes, from False to True, so that searches need no lock.
-
-    Attributes:
-        towers: the network.
-        step: its global step.
-        keys: id of each item, uint64 `[items]`.
-        graph: graph of vectors, by position in `numbers`.
-        numbers: numbers of the items in the graph, int64 `[n]`.
-        hidden: items that the graph has no current vector for, bool `[items]`: not in it, changed since, or removed.
-        visible: number of items in the graph that are not hidden.
-        fresh: numbers of items that have changed since the graph was built, `[n]`.
-        vectors: vectors of the fresh items, float32 `[n, dim]`.
-        gone: items whose rows were removed since the state was created, bool `[items]`. Searches skip them immediately.
-            Not shared between states: a search in an earlier state must not see removals of a later one.
-    """
-
-    towers: Towers
-    step: int
-    keys: NDArray[np.uint64]
-    graph: Index
-    numbers: NDArray[np.int64]
-    hidden: NDArray[np.bool_]
-    visible: int
-    fresh: NDArray[np.int64]
-    vectors: NDArray[np.float32]
-    gone: NDArray[np.bool_]
 
 
 class ItemIndex:
@@ -282,10 +252,10 @@ class ItemIndex:
         # An id may arrive twice: a change that is noted with the earlier catalogue is in the rows by now.
         with self._lock:
             self._catalogue = catalogue
-            self._dirty = _padded(self._dirty, len(catalogue), True)
+            self._dirty = padded_mask(self._dirty, len(catalogue), True)
             if self._dirty_in_build is not None:
-                self._dirty_in_build = _padded(self._dirty_in_build, len(catalogue), True)
-            self._state = _padded_state(self._state, catalogue)
+                self._dirty_in_build = padded_mask(self._dirty_in_build, len(catalogue), True)
+            self._state = self._state.padded(catalogue)
 
     def load(self, model: torch.nn.Module | Towers, step: int) -> None:
         """Computes all vectors with a version of the network, then replaces the old ones atomically. Blocks.
@@ -324,7 +294,7 @@ class ItemIndex:
         state = self._state
         self.load(state.towers, state.step)
 
-    def _try_replace(self, state: _State) -> bool:
+    def _try_replace(self, state: IndexState) -> bool:
         """Replaces the state by one that was built, and returns True, unless rows have changed in between."""
         with self._refreshing:
             kept = self._kept(state)
@@ -337,11 +307,11 @@ class ItemIndex:
                     assert isinstance(self._catalogue, RowCatalogue)
                     self._catalogue = self._catalogue.subset(kept)
                     self._dirty = self._dirty[kept]
-                    state = _state_of(state, kept)
+                    state = state.subset(kept)
                 self._state = dataclasses.replace(state, gone=np.zeros(len(state.keys), np.bool_))
         return True
 
-    def _kept(self, state: _State) -> NDArray[np.bool_] | None:
+    def _kept(self, state: IndexState) -> NDArray[np.bool_] | None:
         """Returns the items that a state finds or whose ids have a row, bool `[items]`; None to keep all."""
         if not isinstance(self._catalogue, RowCatalogue):
             return None
@@ -354,13 +324,13 @@ class ItemIndex:
             kept[part] = self._rows.found(self._catalogue.key_table, state.keys[part])
         return None if kept.all() else kept
 
-    def _exchange(self, state: _State, items: NDArray[np.int64]) -> None:
+    def _exchange(self, state: IndexState, items: NDArray[np.int64]) -> None:
         """Makes a state the current one. Its data of these items are newer than recorded removals."""
         gone = self._state.gone.copy()
         gone[items] &= self._dirty[items]
         self._state = dataclasses.replace(state, gone=gone)
 
-    def _built(self, towers: Towers, step: int) -> _State:
+    def _built(self, towers: Towers, step: int) -> IndexState:
         from usearch.index import Index
 
         options, catalogue = self._options, self._catalogue
@@ -387,12 +357,14 @@ class ItemIndex:
             graph = Index(ndim=dim, metric="ip", dtype="f32")
         none = np.empty(0, np.int64)
         nothing, gone = np.empty((0, dim), np.float32), np.zeros(count, np.bool_)
-        return _State(towers, step, catalogue.keys, graph, np.concatenate(numbers), hidden, size, none, nothing, gone)
+        return IndexState(
+            towers, step, catalogue.keys, graph, np.concatenate(numbers), hidden, size, none, nothing, gone
+        )
 
-    def _updated(self, state: _State, items: NDArray[np.int64]) -> _State:
+    def _updated(self, state: IndexState, items: NDArray[np.int64]) -> IndexState:
         """Returns a state with the current vectors of these items."""
         catalogue = self._catalogue
-        state = _padded_state(state, catalogue)
+        state = state.padded(catalogue)
         hidden = state.hidden.copy()
         hidden[items] = True
         stays = ~np.isin(state.fresh, items)
@@ -436,7 +408,7 @@ class ItemIndex:
         fresh_scores = (
             np.where(state.gone[state.fresh], -np.inf, queries @ state.vectors.T) if len(state.fresh) else None
         )
-        items, scores = self._from_graph(state, queries, k)
+        items, scores = state.from_graph(queries, k)
         if fresh_scores is not None:
             items = np.concatenate([items, np.broadcast_to(state.fresh, fresh_scores.shape)], 1)
             scores = np.concatenate([scores, fresh_scores.astype(np.float32)], 1)
@@ -444,28 +416,6 @@ class ItemIndex:
         order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
         nearest = np.take_along_axis(items, order, 1)
         return Retrieved(state.keys[nearest], np.take_along_axis(scores, order, 1), state.step)
-
-    def _from_graph(
-        self, state: _State, queries: NDArray[np.float32], k: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Returns numbers and scores of the nearest items in the graph; scores of hidden and removed items are -inf."""
-        size, count, wanted = len(state.graph), k, min(k, state.visible)
-        if not wanted:
-            return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
-        while True:
-            count = min(count, size)
-            matches = state.graph.search(queries, count, threads=1)
-            positions = np.asarray(matches.keys).reshape(len(queries), -1).astype(np.int64)
-            scores = 1 - np.asarray(matches.distances, np.float32).reshape(len(queries), -1)
-            counts = getattr(matches, "counts", None)
-            if counts is not None:  # Keys beyond these counts are undefined.
-                absent = np.arange(positions.shape[1]) >= np.asarray(counts).reshape(-1, 1)
-                positions[absent], scores[absent] = 0, -np.inf
-            items = state.numbers[positions]
-            scores[state.hidden[items] | state.gone[items]] = -np.inf
-            if count == size or (scores > -np.inf).sum(1).min() >= wanted:
-                return items, scores
-            count *= 2  # Some were hidden.
 
 
 def _catalogue(
@@ -475,30 +425,3 @@ def _catalogue(
         return Catalogue(schema, towers.features[1], items, key)
     check_rows_are_items(towers, schema, key)
     return RowCatalogue(schema, key, rows.ids(schema.feature(key).table_name))
-
-
-def _padded(mask: NDArray[np.bool_], count: int, value: bool) -> NDArray[np.bool_]:
-    """Returns a mask with a value for each of `count` items, of which the last ones are new."""
-    return mask if len(mask) == count else np.concatenate([mask, np.full(count - len(mask), value)])
-
-
-def _padded_state(state: _State, catalogue: ItemCatalogue) -> _State:
-    """Returns a state of the items of a catalogue, of which new ones are not in the graph."""
-    count = len(catalogue)
-    if len(state.gone) == count:
-        return state
-    hidden, gone = _padded(state.hidden, count, True), _padded(state.gone, count, False)
-    return dataclasses.replace(state, keys=catalogue.keys, hidden=hidden, gone=gone)
-
-
-def _state_of(state: _State, kept: NDArray[np.bool_]) -> _State:
-    """Returns a state of some items, bool `[items]`, among them all that have a vector. They get new numbers."""
-    number = np.cumsum(kept) - 1
-    return dataclasses.replace(
-        state,
-        keys=state.keys[kept],
-        numbers=number[state.numbers],
-        hidden=state.hidden[kept],
-        fresh=number[state.fresh],
-        gone=state.gone[kept],
-    )
