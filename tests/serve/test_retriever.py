@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -25,7 +26,7 @@ from persia.serve.http.app import create_app
 from persia.serve.http.limits import ServeLimits
 from persia.serve.item_files import read_items
 from persia.serve.item_index import ItemIndex
-from persia.serve.retriever import Retriever
+from persia.serve.retriever import Retriever, _Changes
 from persia.serve.schema_parts import columns_of
 
 ITEMS, USERS = 60, 30
@@ -190,6 +191,18 @@ def test_rows_that_change_while_the_index_is_built_are_in_it(run, tmp_path, monk
         assert computed[0] == 1
         assert 7 not in retriever.search(_users(), ITEMS).ids
         assert predictor._updater.listeners == [retriever.index]
+
+
+def test_a_notice_that_is_under_way_as_the_index_takes_over_is_not_lost():
+    """The predictor tells the listeners that it had when the notice began."""
+    told, changes = [], _Changes()
+    ids, none = np.array([7], np.uint64), np.empty(0, np.uint64)
+    changes.note_changes("item", ids, none)
+    index = SimpleNamespace(note_changes=lambda *arguments: told.append(arguments))
+    assert not told
+    changes.pass_on(index)
+    changes.note_changes("item", none, ids)
+    assert told == [("item", ids, none), ("item", none, ids)]
 
 
 def _users():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -46,23 +45,34 @@ class RetrieverState(NamedTuple):
 
 
 class _Changes:
-    """Notes which rows change while an index is built. Thread-safe."""
+    """Notes which rows change while an index is built, and passes them on to it from then on. Thread-safe."""
 
     def __init__(self) -> None:
-        self._notes: queue.SimpleQueue[Callable[[ItemIndex], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._notes: list[Callable[[ItemIndex], None]] = []
+        self._index: ItemIndex | None = None
 
     def note_changes(self, table: str, ids: Ids, removed: Ids) -> None:
         """See `ChangeListener`."""
-        self._notes.put(lambda index: index.note_changes(table, ids, removed))
+        self._note(lambda index: index.note_changes(table, ids, removed))
 
     def note_all(self) -> None:
         """See `ChangeListener`."""
-        self._notes.put(ItemIndex.note_all)
+        self._note(ItemIndex.note_all)
 
     def pass_on(self, index: ItemIndex) -> None:
-        """Notes at an index what has changed, in the order of the changes."""
-        while not self._notes.empty():
-            self._notes.get()(index)
+        """Notes at an index what has changed, and what a notice that is under way says later."""
+        with self._lock:
+            self._index = index
+            for note in self._notes:
+                note(index)
+
+    def _note(self, note: Callable[[ItemIndex], None]) -> None:
+        with self._lock:
+            if self._index is None:
+                self._notes.append(note)
+            else:
+                note(self._index)
 
 
 class _ServedRows:
