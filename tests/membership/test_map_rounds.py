@@ -323,11 +323,11 @@ def late_to_cancel(cluster, rank, monkeypatch):
     """Lets a PS not answer the next two calls that end a move; returns all such calls."""
     cancel, calls = cluster.all[rank].cancel_move, []
 
-    def late(version):
+    def late(version, wanted):
         calls.append(version)
         if len(calls) <= 2:
             raise DeadlineError(f"PS {rank} is late.", seconds=1.0)
-        cancel(version)
+        cancel(version, wanted)
 
     monkeypatch.setattr(cluster.all[rank], "cancel_move", late)
     return calls
@@ -364,6 +364,50 @@ def test_a_move_begins_once_the_move_before_has_ended_at_all_pss(tmp_path, monke
     both(cluster, twin, 10)
     cluster.settle(after)
     assert calls == [1, 1, 1]
+    check(cluster, twin)
+
+
+def test_a_move_whose_order_changes_between_two_generations_ends(tmp_path, monkeypatch):
+    cluster, twin = Moving(3, 2, tmp_path), Twin()
+    both(cluster, twin, 0)
+    before, after = cluster.buckets.moved(3), cluster.buckets.emptied([0])
+    donor, receive = cluster.all[1], cluster.all[2].receive
+    sending = threading.Event()
+
+    def waits_for_space(part):
+        if part.donor == 1:
+            sending.set()
+            # Until then PS 1 reads rows, and removes none: it could get none.
+            until(lambda: (move := donor._moves._move) is not None and move.ended)
+        receive(part)
+
+    monkeypatch.setattr(cluster.all[2], "receive", waits_for_space)
+    cluster.coordinator.order_map(before)
+    cluster.watch()
+    assert sending.wait(SECONDS)
+    cluster.coordinator.withdraw_map(before)
+    cluster.begin_generation()
+    cluster.coordinator.order_map(after)
+    cluster.watch()
+    assert [ps.moving().version for ps in cluster.all] == [1, -1, -1]
+    both(cluster, twin, 10)
+    cluster.settle(after)
+    check(cluster, twin)
+
+
+def test_copies_continue_in_the_next_generation_while_the_order_is_the_same(tmp_path):
+    cluster, twin, after = ready_move(tmp_path)
+
+    def copies():
+        return [ps._moves._move for ps in cluster.all[:2]], dict(cluster.all[2]._moves._copies)
+
+    began = copies()
+    assert set(began[1]) == {0, 1}
+    cluster.begin_generation()
+    cluster.watch()
+    assert copies() == began
+    both(cluster, twin, 10)
+    cluster.settle(after)
     check(cluster, twin)
 
 

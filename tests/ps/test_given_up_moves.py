@@ -8,7 +8,7 @@ import pytest
 from persia.errors import DeadlineError, StaleMapError, StoreError
 from persia.retry import Backoff
 from persia.schema import AdmitMinFrequency, Table
-from persia.services import Round
+from persia.services import MoveStatus, Round
 from persia.types import BucketMap, Packed
 from support.moving_ps import SECONDS, PSs, until
 
@@ -188,4 +188,61 @@ def test_a_move_does_not_begin_next_to_one_that_still_sends(monkeypatch):
     gate.set()
     until(lambda: in_time(lambda: donor.begin_move(cluster.after)))
     cluster.end(cluster.after)
+    cluster.check_places()
+
+
+def test_copies_for_the_map_that_is_wanted_survive_a_cancel():
+    cluster = GivenUp()
+    before = cluster.rows()
+    cluster.begin(cluster.after)
+    cluster.await_pass()
+    move, places = cluster.all[0]._moves._move, cluster.places()
+    copies = [dict(ps._moves._copies) for ps in cluster.all]
+    assert max(map(len, places.values())) == 2
+    for ps in cluster.all:
+        ps.cancel_move(1, cluster.after)
+    assert cluster.all[0]._moves._move is move
+    assert not move.ended
+    assert [ps._moves._copies for ps in cluster.all] == copies
+    assert [ps._moves._removal for ps in cluster.all] == [None] * 3
+    assert cluster.places() == places
+    other = cluster.buckets.emptied([1])
+    for ps in cluster.all:
+        ps.cancel_move(1, other)
+    assert cluster.all[0].moving() == MoveStatus()
+    assert not any(ps._moves._copies for ps in cluster.all)
+    cluster.check_places()
+    cluster.begin(other)
+    cluster.end(other)
+    assert cluster.rows() == before
+    cluster.check_places()
+
+
+def test_a_cancel_ends_copies_for_another_map_next_to_those_that_are_wanted():
+    cluster = GivenUp()
+    before, receiver, other = cluster.rows(), cluster.all[2], cluster.buckets.emptied([1])
+    parts, receive = [], receiver.receive
+
+    def noted(part):
+        receive(part)
+        parts.append(part)
+
+    receiver.receive = noted
+    cluster.all[1].begin_move(other)
+    until(lambda: cluster.all[1].moving().passes)
+    cluster.all[1].cancel_move(1)  # PS 2 does not get it.
+    late = parts[-1]
+    cluster.all[0].begin_move(cluster.after)
+    until(lambda: cluster.all[0].moving().passes)
+    assert {donor: copy.after for donor, copy in receiver._moves._copies.items()} == {0: cluster.after, 1: other}
+    kept, places = receiver._moves._copies[0], cluster.places()
+    receiver.cancel_move(1, cluster.after)
+    assert receiver._moves._copies == {0: kept}
+    receiver._moves._await_removal()
+    assert cluster.places() == places  # Rows of the map that is wanted are not removed with the others.
+    with pytest.raises(StoreError, match="PS 2 does not receive this copy of the rows of PS 1"):
+        receive(late._replace(number=late.number + 1))
+    cluster.end(cluster.after)
+    assert len({part.copy for part in parts if part.donor == 0}) == 1
+    assert cluster.rows() == before
     cluster.check_places()

@@ -406,7 +406,7 @@ CALLS = {
     MovableRows: {
         "begin_move": (BucketMap.even(2).moved(3),),
         "moving": (),
-        "cancel_move": (1,),
+        "cancel_move": (1, BucketMap.even(2).moved(3)),
         "finish_move": (Round(1, 2), BucketMap.even(2).moved(3)),
         "complete_move": (Round(1, 2), BucketMap.even(2).moved(3)),
         "adopt": (Round(1, 2), BucketMap.even(2).moved(3), Sync(), 7, 3),

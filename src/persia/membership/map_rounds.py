@@ -98,10 +98,9 @@ class MapRounds:
         """Whether a checkpoint has been seen since donors were last asked."""
         self._tried = False
         """Whether checkpoints follow each other so fast that no donor's pass is awaited between them any more."""
-        self._watched = False
-        """Whether orders have been asked for in this generation."""
-        self._cancels = False
-        """Whether PSs may still make copies for a map that is not wanted any more."""
+        self._cancels = True
+        """Whether PSs may still make copies for a map that is not wanted any more: at first those of an earlier
+        generation."""
         self._not_before = 0.0
         self._given_up = 0
         """Number of times that moves to the next map were given up."""
@@ -155,13 +154,12 @@ class MapRounds:
         after = self._coordinator.map_state().ordered
         if after is not None and after.version != self._map.version + 1:
             after = None
-        if after != self._begun or not self._watched:  # Or those of an earlier generation.
-            self._cancels = self._cancels or self._begun is not None or after is None
-            self._watched = True
+        if after != self._begun:
+            self._cancels = self._cancels or self._begun is not None
             self._begun = self._ready = None
             self._given_up, self._not_before = 0, 0.0
         if self._cancels:
-            self._cancel(self._map.version + 1)
+            self._cancel(self._map.version + 1, after)
         if after is None:
             return
         if self._cancels:  # A later one would end the copies for this map.
@@ -202,10 +200,10 @@ class MapRounds:
             )
         )
 
-    def _cancel(self, version: int) -> None:
-        """Ends the copies for a map that is not wanted any more; it is repeated until all PSs have answered."""
+    def _cancel(self, version: int, wanted: BucketMap | None) -> None:
+        """Ends the copies for maps that are not wanted any more; it is repeated until all PSs have answered."""
         members = self._servers.members()
-        cancels = [functools.partial(_movable(server).cancel_move, version) for server in members.values()]
+        cancels = [functools.partial(_movable(server).cancel_move, version, wanted) for server in members.values()]
         answers = try_all(cancels, UNREACHABLE)
         silent = [number for number, answer in zip(members, answers, strict=True) if isinstance(answer, Exception)]
         self._cancels = bool(silent)

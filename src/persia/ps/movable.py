@@ -67,9 +67,9 @@ class MovableServer(JournaledServer):
         """Keeps the rows that have come; see `persia.services.MovableRows`."""
         self._moves.complete(number, after)
 
-    def cancel_move(self, version: int) -> None:
-        """Ends a move, and removes the rows that have come for it; see `persia.services.MovableRows`."""
-        self._moves.cancel(version)
+    def cancel_move(self, version: int, wanted: BucketMap | None = None) -> None:
+        """Ends moves, and removes the rows that have come for them; see `persia.services.MovableRows`."""
+        self._moves.cancel(version, wanted)
 
     def begin_receiving(self, after: BucketMap, donor: int, copy: str) -> None:
         """Prepares for a copy of the rows of another PS; see `persia.services.MovableRows`."""

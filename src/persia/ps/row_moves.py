@@ -191,14 +191,17 @@ class RowMoves:
             )
         return move.status
 
-    def cancel(self, version: int) -> None:
+    def cancel(self, version: int, wanted: BucketMap | None = None) -> None:
         """See `MovableRows.cancel_move`."""
         with self._lock:
             if version != self.buckets.version + 1 or self._own.sealed or self._own.complete:
                 return
-            self._end_move()
-            if self._copies:  # Without any there is nothing to remove, and no need to read all rows.
-                self._close_copies(list(self._copies))
+            if self._move is not None and self._move.after != wanted:
+                self._end_move()
+            unwanted = [donor for donor, copy in self._copies.items() if copy.after != wanted]
+            self._close_copies(unwanted)
+            # Without any there is nothing to remove, and no need to read all rows; with others, theirs would go, too.
+            if unwanted and not self._copies:
                 self._remove_foreign()
 
     # --- rows that come -----------------------------------------------------------------------------------------

@@ -130,10 +130,15 @@ class MovableRows(Protocol):
     def moving(self) -> MoveStatus:
         """Returns the progress; the version is -1 after a restart of this PS: begin the move again."""
 
-    def cancel_move(self, version: int) -> None:
-        """Ends the copies for a map that is not adopted, and removes the rows that have come. No-op without any.
+    def cancel_move(self, version: int, wanted: BucketMap | None = None) -> None:
+        """Ends the copies for maps that are not wanted any more, and removes what has come. No-op without any.
 
         Not in a round that has finished the move: `adopt` the map before instead.
+
+        Args:
+            version: version of these maps, the next one; no-op for another one.
+            wanted: the next map that is ordered; None if none is. Its copies go on. As long as some come here, nothing
+                is removed: `adopt` does it.
 
         Raises:
             DeadlineError: rows of the move are still being sent. Call again.
