@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import persia
+
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
 from persia.cluster.ray import ps_scaling, roles
@@ -12,19 +14,24 @@ from persia.cluster.ray.ps_scaling import scale_servers
 from persia.cluster.ray.roles import Roles
 from persia.coordinator import CoordinatorServer
 from persia.errors import DeadlineError, PersiaError, RoleDiedError
+from persia.membership.reached_servers import ReachedServers
 from persia.services import Round
 from persia.types import BucketMap
+
+
+def process(rank, expendable=False):
+    return SimpleNamespace(role="embedding_ps", rank=rank, expendable=expendable, title=f"PS {rank}", info=None)
 
 
 class Processes:
     """Four PSs that can die, or not end."""
 
     def __init__(self):
-        self.servers = [SimpleNamespace(rank=rank, expendable=False) for rank in range(4)]
+        self.servers = [process(rank) for rank in range(4)]
         self.failed, self.late = [], False
 
     def of(self, role):
-        return list(self.servers)
+        return list(self.servers) if role == "embedding_ps" else []
 
     def release(self, servers):
         pass
@@ -47,18 +54,18 @@ class Processes:
     def failures(self):
         return list(self.failed)
 
-    def forget_failures(self, role, rank):
-        self.failed = [death for death in self.failed if death.fields["rank"] != rank]
+    def forget_failures(self, role, rank=None):
+        self.failed = [death for death in self.failed if rank not in (None, death.fields["rank"])]
 
     def check(self):
         if self.failed:
             raise self.failed[0]
 
-    def die(self, coordinator, rank):
+    def die(self, roles, rank):
         """As `persia.cluster.ray.processes.Processes` notices the death for good of a PS."""
         death = RoleDiedError(f"embedding PS {rank} has died.", role="embedding_ps", rank=rank)
-        coordinator.depart("embedding_ps", rank, 1, "killed")
         (process,) = [process for process in self.servers if process.rank == rank]
+        roles._died(process, "killed")
         self.servers.remove(process)
         if not process.expendable:
             self.failed.append(death)
@@ -76,17 +83,17 @@ class Cluster(Roles):
         self.service = SimpleNamespace(schema=schema)
         self.processes, self.started_ranks = Processes(), []
         self.coordinator = CoordinatorServer(buckets=BucketMap.even(4))
-        self.placer = SimpleNamespace(
-            reserve=lambda *_: None, release=lambda *_: None, server_nodes=lambda _: [], server_memory=lambda: None
-        )
+        self.placer = SimpleNamespace(server_nodes=lambda _: [], server_memory=lambda: None)
+        self.placer.reserve = self.placer.release = self.placer.unpin = lambda *_: None
         self.running.acquire()
+        self.before_adoption = self.after_adoption = lambda: None
         for rank in range(4):
             self.coordinator.join("embedding_ps", rank, f"ps-{rank}")
         monkeypatch.setattr(ps_scaling, "_move", self.move)
         monkeypatch.setattr(roles, "server_capacities", lambda *_: [])
 
     def start_servers(self, ranks, service, count=None, expendable=False):
-        started = [SimpleNamespace(rank=rank, expendable=expendable) for rank in ranks]
+        started = [process(rank, expendable) for rank in ranks]
         self.processes.servers += started
         for rank in ranks:
             self.coordinator.join("embedding_ps", rank, f"new-ps-{rank}")
@@ -100,7 +107,9 @@ class Cluster(Roles):
             maps.order_map(after)
             generation = maps.regenerate(1)
             assert maps.commit_map(Round(generation, 1), after)
+            self.before_adoption()
             maps.map_adopted(generation, after.version)
+            self.after_adoption()
 
     @property
     def here(self):
@@ -129,15 +138,61 @@ def test_pss_that_do_not_end_in_time_have_left(cluster):
 
 def test_a_ps_that_dies_once_its_rows_have_moved_has_left(cluster):
     def dies():
-        cluster.processes.die(cluster.coordinator, 3)
+        cluster.processes.die(cluster, 3)
         cluster.started()  # It is no failure of the run.
 
     scale_servers(cluster, 2, dies)
     assert cluster.here == (2, [0, 1])
 
 
+def test_a_ps_that_dies_before_the_driver_knows_that_all_have_adopted_the_map_is_no_failure(cluster):
+    cluster.after_adoption = lambda: cluster.processes.die(cluster, 3)
+    assert scale_servers(cluster, 2, cluster.started)
+    assert cluster.ps_deaths == []
+    assert cluster.here == (2, [0, 1])
+
+
+def test_a_ps_that_dies_before_all_have_adopted_the_map_is_a_failure(cluster):
+    cluster.before_adoption = lambda: cluster.processes.die(cluster, 3)
+    with pytest.raises(RoleDiedError, match="embedding PS 3 has died"):
+        scale_servers(cluster, 2, cluster.started)
+    assert [death.fields["rank"] for death in cluster.ps_deaths] == [3]
+
+
+def test_a_ps_that_dies_while_the_coordinator_does_not_answer_is_a_failure(cluster, monkeypatch):
+    def late():
+        raise DeadlineError("The coordinator is late.", seconds=1.0)
+
+    monkeypatch.setattr(cluster.coordinator, "map_state", late)
+    cluster.processes.die(cluster, 3)
+    with pytest.raises(RoleDiedError, match="embedding PS 3 has died"):
+        cluster.started()
+
+
+def test_only_lost_pss_that_have_not_left_are_replaced(cluster, monkeypatch):
+    """Though a failed call of `scale` has not ended the others."""
+    ray = persia.cluster.Ray(4)
+    connection = SimpleNamespace(reconnect=lambda: None, servers=ReachedServers(None, None, 1.0))
+    ray._roles, ray._connections = cluster, [connection]
+
+    def fails():
+        raise PersiaError("The coordinator is late.")
+
+    with pytest.raises(PersiaError, match="The coordinator is late"):
+        scale_servers(cluster, 2, fails)
+    for rank in (1, 3):
+        cluster.processes.die(cluster, rank)
+    ray.restart_servers([3])
+    assert cluster.started_ranks == []
+    ray.restart_servers([1, 3])
+    assert cluster.started_ranks == [1]
+    assert ray.owning_servers([1, 3]) == [1]
+    assert len(connection.servers) == 2
+    cluster.started()
+
+
 def test_a_ps_that_has_died_before_it_was_told_that_it_leaves_is_no_failure(cluster):
-    cluster.processes.die(cluster.coordinator, 3)
+    cluster.processes.die(cluster, 3)
     cluster.remove_servers(2)
     assert cluster.here == (2, [0, 1])
     cluster.started()
@@ -165,7 +220,7 @@ def test_pss_without_rows_that_a_failed_call_has_left_and_that_die_are_replaced(
     with pytest.raises(PersiaError, match="The coordinator is late"):
         scale_servers(cluster, 2, fails)
     assert cluster.here == (4, [0, 1, 2, 3])
-    cluster.processes.die(cluster.coordinator, 3)
+    cluster.processes.die(cluster, 3)
     assert scale_servers(cluster, count, lambda: None)
     assert cluster.here == (count, list(range(count)))
     assert cluster.started_ranks == list(range(2, count))

@@ -395,6 +395,29 @@ def test_a_move_whose_order_changes_between_two_generations_ends(tmp_path, monke
     check(cluster, twin)
 
 
+def test_an_empty_ps_in_place_of_one_that_leaves_completes_a_move_that_was_committed(tmp_path, monkeypatch):
+    cluster, twin = Moving(3, 3, tmp_path), Twin()
+    both(cluster, twin, 0)
+    after = cluster.buckets.moved(2)
+    cluster.coordinator.order_map(after)
+    until(lambda: cluster.watch() or cluster.rounds.ready)
+    cluster.plan[0, "adopt", "before"] = "nn_worker"
+    begin = cluster.begin_generation
+
+    def lost_with_its_host():
+        cluster.all[2]._moves.close()
+        cluster.regions, cluster.first = tmp_path / "another host", cluster.coordinator.map_state().buckets
+        cluster.all[2] = cluster.make(2)
+        begin()
+
+    monkeypatch.setattr(cluster, "begin_generation", lost_with_its_host)
+    cluster.make_round()
+    assert (cluster.happened, cluster.first) == ([(0, "adopt", "before")], after)
+    assert cluster.coordinator.map_state().adopted == after.version
+    both(cluster, twin, 10)
+    check(cluster, twin)
+
+
 def test_copies_continue_in_the_next_generation_while_the_order_is_the_same(tmp_path):
     cluster, twin, after = ready_move(tmp_path)
 

@@ -104,7 +104,7 @@ def test_the_trainer_of_a_cluster_refuses_idle_gpus_first():
         def connect(self, schema, optimizer, mode, seed):
             raise AssertionError("started")
 
-        run = attempt = fitting = restart_servers = feed = scale = statistics = close = connect
+        run = attempt = fitting = owning_servers = restart_servers = feed = scale = statistics = close = connect
 
     def trainer(device):
         return persia.Trainer(

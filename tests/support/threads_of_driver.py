@@ -124,7 +124,7 @@ class ThreadsOfDriver:
     def run(self, function: Any) -> Any:
         raise NotImplementedError
 
-    restart_servers = scale = statistics = close = run
+    owning_servers = restart_servers = scale = statistics = close = run
 
 
 class _Member:

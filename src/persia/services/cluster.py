@@ -189,8 +189,14 @@ class ProcessCluster(Cluster, Protocol):
         whether the mode permits another number. Nor do rows move then, so that rows of a checkpoint can be loaded.
         """
 
+    def owning_servers(self, ranks: Sequence[int]) -> list[int]:
+        """Returns those of these embedding PSs that own rows: the others join or leave."""
+
     def restart_servers(self, ranks: Sequence[int]) -> None:
-        """Replaces embedding PSs that have died permanently with empty ones, on any node with free resources."""
+        """Replaces embedding PSs that have died permanently with empty ones, on any node with free resources.
+
+        Those that have left are not replaced. Connections of this process continue with the PSs of the bucket map.
+        """
 
     def feed(
         self,

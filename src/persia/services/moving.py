@@ -250,6 +250,10 @@ class MapState(NamedTuple):
     adopted: int
     progress: MoveProgress
 
+    def has_left(self, server: int) -> bool:
+        """Returns whether the run does not need a PS any more: all PSs have adopted a map that does not have it."""
+        return self.adopted >= self.buckets.version and server >= self.buckets.servers
+
 
 class ScaleRequest(NamedTuple):
     """A request to change the numbers of processes of a run.

@@ -311,11 +311,13 @@ class Driver:
         fields = [f for death in lost for f in (death.fields, *death.fields.get("later", []))]
         ranks = sorted({f["rank"] for f in fields if f["role"] == "embedding_ps"})
         directory = self._declared.options.checkpoint_dir
-        if directory is None or not list_checkpoints(directory):
+        owning = self._cluster.owning_servers(ranks)  # The rows of one that leaves have moved.
+        if owning and (directory is None or not list_checkpoints(directory)):
             raise lost[0]
         self._cluster.restart_servers(ranks)
-        path = loading.load_partitions(self._servers, self._declared.schema, directory, ranks)
-        LOG.warning("Embedding PSs %s have the rows of %s.", ", ".join(map(str, ranks)), path)
+        if owning and directory is not None:
+            path = loading.load_partitions(self._servers, self._declared.schema, directory, owning)
+            LOG.warning("Embedding PSs %s have the rows of %s.", ", ".join(map(str, owning)), path)
 
 
 def _made(make: Callable[..., LocalTrainer], cluster: ProcessCluster, options: TrainerOptions) -> LocalTrainer:

@@ -190,8 +190,13 @@ class Ray:
         """Returns a context for the attempts of one call of `fit`; see `persia.services.ProcessCluster`."""
         return self._nn_workers.fitting()
 
+    def owning_servers(self, ranks: Sequence[int]) -> list[int]:
+        """Returns those of these embedding PSs that the bucket map has."""
+        servers = self.buckets.servers
+        return [rank for rank in ranks if rank < servers]
+
     def restart_servers(self, ranks: Sequence[int]) -> None:
-        """Replaces embedding PSs that have died permanently with empty ones, on any node with free resources.
+        """Replaces embedding PSs that have died permanently with empty ones; see `persia.services.ProcessCluster`.
 
         Raises:
             ConfigError: a PS cannot be placed, and no host joined in time.
@@ -200,8 +205,7 @@ class Ray:
         """
         with self._roles.lock:
             self._roles.restart_servers(ranks)
-            for connection in self._connections:
-                connection.reconnect()
+            self._follow_map()  # A call of `scale` may not have come to it yet.
 
     def _run(
         self, function: Callable[[], Any], recovery: Recovery | None, halting: Callable[[], bool] = lambda: False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ from persia.cluster.ray.runs import RESTARTED
 from persia.cluster.ray.server_host import EmbeddingServerHost
 from persia.cluster.ray.stubs import reach_coordinator, reach_stream_log, reach_tokens
 from persia.cluster.scaler import MAX_PROCESSES
-from persia.errors import ClosedError, ConfigError, RoleDiedError
+from persia.errors import ClosedError, ConfigError, PersiaError, RoleDiedError
 from persia.ps.regions import remove_leftovers
 from persia.ps.shares import Shares
 from persia.services import BucketMaps, Coordinator, DenseMaker, StreamLog, TokenService
@@ -396,7 +397,7 @@ class Roles:
     # --- deaths and restarts ------------------------------------------------------------------------------------
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
-        """Replaces embedding PSs that have died permanently with empty ones, and restarts the embedding workers.
+        """Replaces embedding PSs that have died for good, and not left, with empty ones; restarts embedding workers.
 
         Raises:
             ConfigError: a PS cannot be placed, and no host joined in time.
@@ -406,11 +407,15 @@ class Roles:
         with self.lock:
             assert self.processes is not None
             assert self.service is not None
+            state = rpc.cast_to(BucketMaps, self.coordinator).map_state()
+            ranks = [rank for rank in ranks if not state.has_left(rank)]
             self.placer.unpin(ranks)
             self._attaches.difference_update(ranks)
             self.placer.reserve("embedding_ps", ranks)
             self.processes.forget_failures("embedding_ps")
             processes, _, _ = self.started()
+            if not ranks:
+                return
             self._losses.update(dict.fromkeys(ranks, max(self._losses.values(), default=0) + 1))
             started = self.start_servers(ranks, self.service)
             processes.await_ready(started, self.options.timeout)
@@ -439,6 +444,10 @@ class Roles:
                 self.processes.forget_failures(role)
 
     def _died(self, process: Process, reason: str) -> None:
+        if process.role == "embedding_ps" and not process.expendable:
+            with contextlib.suppress(PersiaError):  # `scale` may not have noticed yet that it owns no rows any more.
+                maps = rpc.within(rpc.cast_to(BucketMaps, self.coordinator), DEPART_SECONDS)
+                process.expendable = maps.map_state().has_left(process.rank)
         if process.role == "embedding_ps" and not process.expendable:
             self.ps_deaths.append(
                 RoleDiedError(
