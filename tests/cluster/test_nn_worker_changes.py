@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -126,6 +127,24 @@ def test_a_change_waits_for_the_run_that_ends():
 
     assert scaled_while_it_runs(roles, scaling, 1, adopt, keep=True) is None
     assert (ranks(roles), scaling.share, scaling.requested) == ([0], 2, None)
+
+
+def test_a_change_between_two_runs_waits_while_rows_are_saved():
+    roles = Roles(1, timeout=0.2)
+    scaling, entered = NNWorkerScaling(roles), threading.Event()
+
+    def saves():
+        with scaling.fitting():
+            entered.set()
+            time.sleep(1.0)
+
+    thread = threading.Thread(target=saves)
+    thread.start()
+    assert entered.wait(30)
+    scaling.scale(2, False, lambda _: roles.calls.append(roles.fits))
+    thread.join(30)
+    assert (ranks(roles), roles.fits) == ([0, 1], 0)
+    assert 1 in roles.calls
 
 
 def test_what_is_refused_changes_nothing():

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
 import persia
 from persia import rpc
+from persia.checkpoint import CheckpointReader
 from persia.errors import ConfigError
 from persia.services import BucketMaps
 from persia.types import BucketMap
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-recsys[ray]"')
 
+from persia.cluster.ray import ps_scaling
 from support.cluster_samples import eventually, options, pids, signal_process
 from support.moved_rows import EndlessBatches, expected_rows, make_trainer, rows_of
 
@@ -134,3 +137,37 @@ def test_rows_move_between_two_runs(cluster):
     cluster.scale(ps=2)
     assert rows_of(trainer) == before
     assert len(pids(cluster, "embedding_ps")) == 2
+
+
+def test_checkpoints_between_two_runs_have_all_rows_though_rows_move(cluster, tmp_path, monkeypatch):
+    """Also if they begin once rows have moved, and before `scale` knows it."""
+    monkeypatch.setattr(ps_scaling, "POLL_SECONDS", 0.7)
+    trainer = make_trainer(cluster)
+    before = rows_of(trainer)
+    failures: list[BaseException] = []
+    steps = iter(range(1000))
+
+    def scale() -> None:
+        try:
+            for count in (3, 2):
+                cluster.scale(ps=count)
+        except BaseException as error:
+            failures.append(error)
+
+    def save() -> int:
+        directory = str(tmp_path / str(next(steps)))
+        rows = CheckpointReader(trainer.save(directory)).manifest.tables["id"].rows
+        assert trainer.load_rows(directory)["id"].rows == rows
+        return rows
+
+    expected = save()
+    scaling = threading.Thread(target=scale)
+    scaling.start()
+    saved = []
+    while scaling.is_alive():
+        saved.append(save())
+        time.sleep(0.1)
+    assert not failures
+    assert len(saved) > 5
+    assert set(saved) == {expected}
+    assert rows_of(trainer) == before

@@ -1,5 +1,6 @@
 """The number of embedding PSs after one that retires has ended badly, without processes."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +190,53 @@ def test_only_lost_pss_that_have_not_left_are_replaced(cluster, monkeypatch):
     assert ray.owning_servers([1, 3]) == [1]
     assert len(connection.servers) == 2
     cluster.started()
+
+
+def test_rows_do_not_move_while_they_are_saved_and_all_pss_of_the_map_are_known(cluster, monkeypatch):
+    ray = persia.cluster.Ray(4)
+    connection = SimpleNamespace(reconnect=lambda: None, servers=ReachedServers(None, None, 1.0))
+    ray._roles, ray._connections = cluster, [connection]
+    ray._nn_workers._roles = cluster
+    cluster.running.release()
+    cluster.after_adoption = lambda: save()  # Before `scale` has come to it.
+    saved, rounds = [], []
+    watch = ps_scaling._Watch(cluster, cluster.coordinator, BucketMap.even(4).moved(2), [])
+    monkeypatch.setattr(watch, "_begin_rounds", lambda: rounds.append(cluster.resting.locked()))
+
+    def save():
+        with ray.keeping_rows():
+            watch._make_round()
+            saved.append((len(connection.servers), list(rounds), watch._pauses))
+
+    assert scale_servers(cluster, 2, lambda: None)
+    assert saved == [(2, [], True)]
+    watch._make_round()
+    assert rounds == [True]
+    begun = threading.Event()
+
+    def save_in_thread():
+        with ray.keeping_rows():
+            begun.set()
+
+    with cluster.resting:  # As while a round is made.
+        thread = threading.Thread(target=save_in_thread)
+        thread.start()
+        assert not begun.wait(0.2)
+    assert begun.wait(10)
+    thread.join(10)
+    assert (cluster.fits, watch._pauses) == (0, False)
+
+
+def test_rows_can_be_saved_without_the_coordinator(cluster, monkeypatch):
+    ray = persia.cluster.Ray(4)
+    ray._roles = cluster
+
+    def late():
+        raise DeadlineError("The coordinator is late.", seconds=1.0)
+
+    monkeypatch.setattr(cluster.coordinator, "map_state", late)
+    with ray.keeping_rows():
+        pass
 
 
 def test_a_ps_that_has_died_before_it_was_told_that_it_leaves_is_no_failure(cluster):

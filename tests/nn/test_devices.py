@@ -104,7 +104,8 @@ def test_the_trainer_of_a_cluster_refuses_idle_gpus_first():
         def connect(self, schema, optimizer, mode, seed):
             raise AssertionError("started")
 
-        run = attempt = fitting = owning_servers = restart_servers = feed = scale = statistics = close = connect
+        run = attempt = fitting = keeping_rows = owning_servers = restart_servers = connect
+        feed = scale = statistics = close = connect
 
     def trainer(device):
         return persia.Trainer(

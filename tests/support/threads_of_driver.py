@@ -57,6 +57,8 @@ class ThreadsOfDriver:
     def fitting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    keeping_rows = fitting
+
     def take(self, rank: int, epoch: int, number: int) -> Delivery:
         self._taken = max(self._taken, number)
         if self.dies is not None and rank == self.dies[0] and number >= self.dies[1]:

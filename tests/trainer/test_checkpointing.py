@@ -1,5 +1,6 @@
 """Checkpoints that are written while training goes on, and what they are loaded into."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -20,12 +21,16 @@ from persia.checkpoint import throttle as throttling
 from persia.checkpoint.row_files import RowFiles
 from persia.checkpoint.storage import Storage
 from persia.checkpoint.throttle import REST_SECONDS, Throttle
-from persia.errors import CheckpointError, ConfigError
+from persia.errors import CheckpointError, ConfigError, StaleMapError
 from persia.modes import Hybrid, Sync
 from persia.optim import Adagrad, Adam
 from persia.ps import EmbeddingServer
+from persia.trainer import checkpointing as saving
+from persia.trainer import loading
 from persia.types import BucketMap
+from support import moved_rows
 from support.several_ps import Several
+from support.threads_of_driver import ThreadsOfDriver
 
 DEADLINE = 60.0
 
@@ -531,6 +536,63 @@ def test_the_state_of_another_optimizer_is_reset_with_a_warning(tmp_path, caplog
         assert torch.equal(a, b)
     second.fit(reader())
     assert second.global_step == 20
+
+
+@pytest.mark.parametrize("call", ["save", "load", "load_rows"])
+def test_rows_of_some_pss_of_a_map_are_neither_saved_nor_loaded(tmp_path, monkeypatch, call):
+    """A process may not know yet that others have joined, and rows moved to them."""
+    first, second = several(schema_of(), 2), several(schema_of(), 2)
+    first.fit(reader(), max_steps=1)
+    first.save(str(tmp_path))
+    run = first if call == "save" else second
+    after = BucketMap.even(2).moved(3)
+    for server in run.embeddings.connection.servers:
+        monkeypatch.setattr(server, "buckets", lambda: after)
+    with pytest.raises(CheckpointError, match="Bucket map 1 has 3 embedding PSs, and this process knows 2"):
+        getattr(run, call)(str(tmp_path / "other" if call == "save" else tmp_path))
+    assert list_checkpoints(tmp_path / "other") == []
+    assert sum(table["rows"] for table in second.embeddings.statistics().values()) == 0
+
+
+def test_a_driver_saves_and_loads_while_rows_are_kept(tmp_path, monkeypatch):
+    kept, seen = [], []
+
+    @contextlib.contextmanager
+    def keeping_rows():
+        kept.append(True)
+        yield
+        kept.pop()
+
+    def trainer():
+        cluster = ThreadsOfDriver(1)
+        cluster.keeping_rows = keeping_rows
+        return moved_rows.make_trainer(cluster, Sync())
+
+    def noted(owner, name):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: (seen.append(list(kept)), call(*given, **named))[1])
+
+    first = trainer()
+    first.fit(moved_rows.EndlessBatches(pause=0.0), max_steps=1)
+    noted(saving, "begin_snapshots")
+    noted(saving, "held_states")
+    noted(loading, "_import_rows")
+    first.save(str(tmp_path))
+    second = trainer()
+    second.load(str(tmp_path))
+    second.load_rows(str(tmp_path))
+    assert (seen, kept) == ([[True]] * 4, [])
+
+
+def test_a_ps_that_gets_another_map_before_it_reads_its_rows_says_so(tmp_path, monkeypatch):
+    """Also if it owns none of them by that map, so that it imports none."""
+    first, second = several(schema_of(), 2), several(schema_of(), 2)
+    first.fit(reader(), max_steps=1)
+    first.save(str(tmp_path))
+    after = BucketMap.even(2).emptied([1])
+    monkeypatch.setattr(second.embeddings.connection.servers[1], "buckets", lambda: after)
+    with pytest.raises(StaleMapError):
+        second.load_rows(str(tmp_path))
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

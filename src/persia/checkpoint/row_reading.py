@@ -49,8 +49,10 @@ def read_own_rows(server: EmbeddingPS, order: RowsToRead) -> Iterator[RowsRead]:
     try:
         reader = _opened(order.url, order.step, order.checksum)
         yield PROGRESS
+        buckets = server.buckets()
+        buckets.check(order.map_version)  # Also if this PS owns nothing by it.
         for table in order.tables:
-            owned = Owned(table.name, server.buckets(), [order.server])
+            owned = Owned(table.name, buckets, [order.server])
             for shard, arrays in _rows(reader, table, owned):
                 if count := len(arrays["ids"]):
                     server.import_rows(RowChunk(table.name, shard, arrays), order.map_version)
@@ -130,10 +132,17 @@ class ServerReading:
             Number of rows by table.
 
         Raises:
-            CheckpointError: a part cannot be read; some of the rows have been imported.
+            CheckpointError: a part cannot be read; some of the rows have been imported. Or these are not all PSs of
+                the bucket map; then none have.
         """
         url, step = self._reader.address
         buckets = self._servers[0].buckets()
+        if len(self._servers) != buckets.servers:
+            raise CheckpointError(
+                f"Bucket map {buckets.version} has {buckets.servers} embedding PSs, and this process knows "
+                f"{len(self._servers)}: rows are moving to other PSs. Load again once they have moved.",
+                path=self._reader.path,
+            )
         stop = threading.Event()
 
         def there(rank: int) -> Counter[str]:

@@ -189,6 +189,12 @@ class ProcessCluster(Cluster, Protocol):
         whether the mode permits another number. Nor do rows move then, so that rows of a checkpoint can be loaded.
         """
 
+    def keeping_rows(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which no rows move to other PSs, between two runs: all can be saved, or others loaded.
+
+        Entering it waits for a move that is being finished. Connections of this process then have the PSs of the map.
+        """
+
     def owning_servers(self, ranks: Sequence[int]) -> list[int]:
         """Returns those of these embedding PSs that own rows: the others join or leave."""
 

@@ -34,13 +34,14 @@ def begin_snapshots(
         The name of the snapshots, what each PS says of its own, and the map by which all of them own their rows.
 
     Raises:
-        CheckpointError: the PSs have different maps.
+        CheckpointError: the PSs have different maps, or are not all PSs of their map.
     """
     place = "" if "://" in directory else os.path.abspath(directory)
     known = since or [{} for _ in servers]
     name = secrets.token_hex(8)
     try:
         maps = _maps(servers)
+        _check_count(servers, maps[0])
         infos = [server.begin_snapshot(name, s, place, live) for server, s in zip(servers, known, strict=True)]
         maps += _maps(servers)  # Versions only rise, so what is equal before and after was so meanwhile.
         _check_equal(maps)
@@ -74,6 +75,15 @@ def held_states(servers: Iterable[EmbeddingPS]) -> list[tuple[str, list[dict[str
 
 def _maps(servers: Sequence[EmbeddingPS]) -> list[BucketMap]:
     return call_all([server.buckets for server in servers])
+
+
+def _check_count(servers: Sequence[EmbeddingPS], buckets: BucketMap) -> None:
+    if len(servers) != buckets.servers:
+        raise CheckpointError(
+            f"Bucket map {buckets.version} has {buckets.servers} embedding PSs, and this process knows {len(servers)}: "
+            "rows are moving to other PSs. Save again once they have moved.",
+            versions=[buckets.version],
+        )
 
 
 def _check_equal(maps: Sequence[BucketMap]) -> None:

@@ -336,7 +336,8 @@ class Trainer(Scoring):
             CheckpointError: it could not be written; older checkpoints are intact.
             DivergedError: the model has diverged: its logits for the last batch are not finite. Nothing is written.
         """
-        return self.checkpointing.save(os.fspath(directory))
+        with self._rows_kept():
+            return self.checkpointing.save(os.fspath(directory))
 
     def load(
         self, directory: str, *, step: StepChoice = None, new_optimizer: bool = False, refit: bool = False
@@ -369,7 +370,8 @@ class Trainer(Scoring):
         def load() -> None:
             loading.load(directory, options, self.declared, self.step, self.state, self.embeddings)
 
-        replicas.run_on_rank0(load, NoneType)  # First, as it loads the rows.
+        with self._rows_kept():
+            replicas.run_on_rank0(load, NoneType)  # First, as it loads the rows.
         if self.embeddings.connection.rank > 0:
             load()
         replicas.gather(b"")
@@ -404,7 +406,8 @@ class Trainer(Scoring):
         """
         if self._goes_on("load_rows"):
             return {}
-        return loading.load_rows(self.embeddings.connection.servers, self.schema, directory, tables, step, state)
+        with self._rows_kept():
+            return loading.load_rows(self.embeddings.connection.servers, self.schema, directory, tables, step, state)
 
     @classmethod
     def resume(
@@ -469,6 +472,10 @@ class Trainer(Scoring):
         )
         servers = self.embeddings.connection.servers
         return driver.Driver(cluster, make, self.step, self.state, servers, self.declared, self._stored_calls)
+
+    def _rows_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which no rows move to other PSs, if other processes train."""
+        return self.cluster.keeping_rows() if isinstance(self.cluster, ProcessCluster) else contextlib.nullcontext()
 
     def _goes_on(self, method: str) -> bool:
         """Returns whether the run goes on after the death of a driver, with rows newer than those of a checkpoint."""

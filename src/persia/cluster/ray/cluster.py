@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from types import TracebackType
@@ -189,6 +190,15 @@ class Ray:
     def fitting(self) -> AbstractContextManager[None]:
         """Returns a context for the attempts of one call of `fit`; see `persia.services.ProcessCluster`."""
         return self._nn_workers.fitting()
+
+    @contextlib.contextmanager
+    def keeping_rows(self) -> Iterator[None]:
+        """Keeps rows in place, between two runs; see `persia.services.ProcessCluster`."""
+        with self.fitting():
+            # Without the coordinator rows can still be saved; what reads them checks that the PSs are those of the map.
+            with contextlib.suppress(PersiaError):
+                self._follow_map()
+            yield
 
     def owning_servers(self, ranks: Sequence[int]) -> list[int]:
         """Returns those of these embedding PSs that the bucket map has."""

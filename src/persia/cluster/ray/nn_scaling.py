@@ -319,6 +319,8 @@ class NNWorkerScaling:
             order.ready = True
         while True:
             self._adopt_between_runs()
+            if roles.fits and not roles.running.locked():  # The time in which rows are saved or loaded does not count.
+                deadline = Deadline(roles.options.timeout)
             with self._changed:
                 if self._order is None:
                     break

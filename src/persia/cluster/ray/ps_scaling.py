@@ -307,10 +307,7 @@ class _Watch:
 
     @property
     def _pauses(self) -> bool:
-        """Whether it is between two runs of one `fit`: a PS that was lost may be getting the rows of a checkpoint.
-
-        They are loaded by the map of that moment, and into a PS of which no copy is made.
-        """
+        """Whether rows are saved or loaded by the map of now, or may be, as it is between two runs of one `fit`."""
         return self._roles.fits > 0 and not self._roles.running.locked()
 
     def _make_round(self) -> None:

@@ -56,7 +56,8 @@ class Roles:
         running: held while a function runs on the NN workers.
         resting: held while a run begins, or rows move between two runs.
         moving: held while rows move to other PSs, one move at a time.
-        fits: number of calls of `fit` in progress, also between the runs of one. It increases under `resting`.
+        fits: number of calls of `fit` in progress, also between the runs of one, and of those that save or load rows
+            between two runs. It increases under `resting`.
         service: service of PSs and embedding workers; None until they start.
         plan: addresses and settings. None until the coordinator has started, like the next four attributes.
         coordinator: a connection to the coordinator.
