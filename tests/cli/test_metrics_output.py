@@ -57,6 +57,22 @@ def test_a_binary_label_has_the_columns_that_it_had(monkeypatch, capsys):
     }  # fmt: skip
 
 
+def test_labels_of_one_class_have_no_auc(monkeypatch, capsys):
+    metrics = Metrics(["chosen"])
+    metrics.update(np.array([0.5, 1.0, 2.0]), np.ones(3), [1, 1, 2])
+    found = metrics.result()
+    text = printed(found, monkeypatch, capsys)
+    assert "AUC" not in text
+    assert "nan" not in text
+    assert f"{found.log_loss:.4f}" in text
+    assert found.summary() == f"log loss {found.log_loss:.4f}"
+    assert math.isnan(ui.metrics_record(found)["auc"])
+    metrics.update(np.array([-1.0]), np.zeros(1), [2])
+    text = printed(metrics.result(), monkeypatch, capsys)
+    assert [line.count(" - ") for line in text.splitlines() if "day 1" in line] == [2]  # AUC and NE.
+    assert "nan" not in text
+
+
 def test_a_regression_has_no_auc(monkeypatch, capsys):
     found = result([REGRESSION])
     text = printed(found, monkeypatch, capsys)

@@ -224,4 +224,5 @@ def test_the_live_line_has_no_nan_for_a_regression():
     snapshot = Snapshot(7, 100, 50.0, 0.5, math.nan, 9, 0.0, others={"watch:rmse": 2.5})
     assert "loss 0.5000 watch RMSE 2.5 store" in " ".join(snapshot.text().split())
     assert "AUC" not in snapshot.text()
-    assert "AUC nan" in snapshot._replace(others={}).text()
+    assert "AUC" not in snapshot._replace(others={}).text()  # All labels are 1, as of a next-item model.
+    assert "AUC 0.7" in snapshot._replace(auc=0.7).text()

@@ -101,6 +101,18 @@ def test_later_passes_have_training_metrics(monkeypatch):
     assert "training AUC" not in printed(first, monkeypatch)
 
 
+def test_labels_of_one_class_have_no_auc(monkeypatch):
+    data = day(0)
+    for batch in data:
+        batch.labels[:] = 1
+    result = trainer().fit(data)
+    text = printed(result, monkeypatch)
+    assert "AUC" not in text
+    assert "nan" not in text
+    assert f"{result.progressive.log_loss:.4f}" in text
+    assert "AUC" not in str(result)
+
+
 def test_a_call_within_a_later_pass_has_no_progressive_rows(tmp_path):
     data, t = day(0), trainer(checkpoint_dir=str(tmp_path))
     t.fit(data, epochs=2, max_steps=25)

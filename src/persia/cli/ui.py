@@ -48,19 +48,9 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
     table.add_row("rows trained", f"{result.rows:,}")
     table.add_row("rows/s", f"{result.rows_per_second:,.0f}")
     table.add_row("global step", f"{result.global_step:,}")
-    for name, metrics in result.scored:
-        if not metrics.binary:
-            for label, figures in metrics.labels.items():
-                for metric, value in known(figures).items():
-                    table.add_row(f"{name} {METRICS[metric].title} of {label}", METRICS[metric].text(value))
-            continue
-        table.add_row(f"{name} AUC", f"{metrics.auc:.4f}")
-        if metrics.per_day:
-            table.add_row(f"{name} AUC, mean of days", f"{metrics.auc_mean_of_days:.4f}")
-        table.add_row(f"{name} log-loss", f"{metrics.log_loss:.4f}")
-        table.add_row(f"{name} calibration", f"{metrics.calibration:.3f}")
-    if result.history.binary and result.history.rows != result.progressive.rows:
-        table.add_row("progressive AUC since the first run", f"{result.history.auc:.4f}")
+    for name, value in _scores(result).items():
+        if not math.isnan(value[0]):  # Of labels of one class, as a next-item model has them, there is no AUC.
+            table.add_row(name, format(*value))
     table.add_row("staleness mean / max", f"{result.staleness_mean:.2f} / {result.staleness_max}")
     table.add_row("rows stored", f"{result.stored_rows:,}")
     table.add_row("store memory", f"{result.stored_bytes / 2**20:,.0f} MiB")
@@ -81,6 +71,25 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
     if result.evaluation is not None:
         print_metrics("evaluation", result.evaluation)
     say(f"Saved in {near_path(checkpoint)}")
+
+
+def _scores(result: FitResult) -> dict[str, tuple[float, str]]:
+    """Returns the metrics of training by title, with the format of each; undefined ones are nan."""
+    scores: dict[str, tuple[float, str]] = {}
+    for name, metrics in result.scored:
+        if not metrics.binary:
+            for label, figures in metrics.labels.items():
+                for metric, value in known(figures).items():
+                    scores[f"{name} {METRICS[metric].title} of {label}"] = value, METRICS[metric].form
+            continue
+        scores[f"{name} AUC"] = metrics.auc, ".4f"
+        if metrics.per_day:
+            scores[f"{name} AUC, mean of days"] = metrics.auc_mean_of_days, ".4f"
+        scores[f"{name} log-loss"] = metrics.log_loss, ".4f"
+        scores[f"{name} calibration"] = metrics.calibration, ".3f"
+    if result.history.binary and result.history.rows != result.progressive.rows:
+        scores["progressive AUC since the first run"] = result.history.auc, ".4f"
+    return scores
 
 
 def near_path(path: str) -> str:
@@ -127,14 +136,15 @@ def print_retrieval(title: str, figures: RetrievalFigures) -> None:
 
 
 def _print_figures(title: str, lines: Sequence[tuple[str, LabelFigures]]) -> None:
-    """Prints a line for each label or part of it, with the metrics that any of them has."""
-    metrics = [name for name in METRICS if any(name in known(figures) for _, figures in lines)]
+    """Prints a line for each label or part of it, with the metrics that any of them has; "-" where one is undefined."""
+    of_lines = [known(figures) for _, figures in lines]
+    metrics = [name for name in METRICS if any(not math.isnan(of.get(name, math.nan)) for of in of_lines)]
     table = Grid("", "rows", *(METRICS[name].title for name in metrics), text=[""], title=title)
-    for line, figures in lines:
-        of = known(figures)
+    for (line, figures), of in zip(lines, of_lines, strict=True):
         if not of:
             continue  # A loss that only ranks values has metrics within groups alone.
-        table.add_row(line, f"{figures.rows:,}", *(METRICS[n].text(of[n]) if n in of else "" for n in metrics))
+        cells = ("" if n not in of else "-" if math.isnan(of[n]) else METRICS[n].text(of[n]) for n in metrics)
+        table.add_row(line, f"{figures.rows:,}", *cells)
     CONSOLE.print(table)
 
 

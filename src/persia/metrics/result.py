@@ -161,13 +161,17 @@ class MetricsResult:
         return all(isinstance(figures, Figures) for figures in self.labels.values())
 
     def summary(self) -> str:
-        """Returns the metrics to watch, on one line: means if all labels are binary, else by label."""
+        """Returns the metrics to watch, on one line: means if all labels are binary, else by label.
+
+        Without those that are undefined, such as the AUC of labels of one class.
+        """
         if self.retrieval is not None:
             return self.retrieval.summary()
         if self.binary:
-            return f"AUC {self.auc:.4f}, log loss {self.log_loss:.4f}"
+            means = {"AUC": self.auc, "log loss": self.log_loss}
+            return ", ".join(f"{name} {v:.4f}" for name, v in means.items() if not math.isnan(v)) or "no metrics"
         aucs = {f"{name}:auc": each.auc for name, each in self.labels.items() if isinstance(each, Figures)}
-        values = {**aucs, **headlines(self.labels)}
+        values = {name: v for name, v in {**aucs, **headlines(self.labels)}.items() if not math.isnan(v)}
         return ", ".join(f"{titled(name)} {METRICS[name.rpartition(':')[2]].text(v)}" for name, v in values.items())
 
     @property

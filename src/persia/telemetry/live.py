@@ -30,7 +30,8 @@ class Snapshot(NamedTuple):
         rows: samples trained in this call.
         rows_per_second: speed since the last snapshot.
         loss: mean loss of the last steps.
-        auc: AUC of this call so far, mean over labels; each batch is scored before training on it.
+        auc: AUC of this call so far, mean over labels; each batch is scored before training on it. nan while labels are
+            of one class.
         stored_rows: rows in the embedding store.
         staleness: mean measured staleness in steps.
         hit_rate: fraction of ids looked up since the last snapshot that had a row; nan without any.
@@ -54,7 +55,7 @@ class Snapshot(NamedTuple):
     def text(self, width: int = UNLIMITED) -> str:
         """Formats the snapshot as one line, with as many metrics as fit into the width."""
         prefix = "training " if self.seen else ""
-        aucs = () if self.others and math.isnan(self.auc) else (f"{prefix}AUC {self.auc:.4f}",)
+        aucs = () if math.isnan(self.auc) else (f"{prefix}AUC {self.auc:.4f}",)
         figures = (
             f"step {self.step:>7,}", f"{self.rows:>11,} rows", f"{self.rows_per_second:>9,.0f} rows/s",
             f"loss {self.loss:.4f}", *aucs,
