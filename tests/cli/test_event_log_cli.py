@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from persia.serve import Predictor, Retriever
 from support.command import persia
 
 ITEMS, USERS, EVENTS = 20, 150, 6
@@ -78,6 +79,12 @@ def test_parts_of_a_log(tmp_path, monkeypatch):
     assert result["watched"] == "retrieval_hr@5"
     assert result["evaluation"]["retrieval"]["rows"] == USERS
     assert f"the items of {USERS} samples, ranked among {ITEMS} items" in text
+    assert f"Best on held-out rows: step {result['best_step']}, retrieval_hr@5 {result['best']:.4f}. To find" in text
+    publish, serve = (line.split()[1:] for line in text.splitlines() if line.startswith("    persia "))
+    assert serve == ["serve", "out/changes", "--retrieve"]
+    assert "published to out/changes as epoch 0" in persia(*publish)
+    with Predictor(serve[1]) as predictor, Retriever(predictor) as retriever:
+        assert retriever.state().step == result["best_step"]
     command = "evaluate", "run.toml", "--checkpoint", "out", "--step", "best", "--retrieval", "--at", "5"
     persia(*command, "--leave-out", "history", "--json", "found.json")
     assert json.loads(Path("found.json").read_text())["retrieval"]["hit_rate"]["5"] == result["best"]

@@ -207,21 +207,27 @@ def _train(
     if command.json is not None:
         out.write_json(command.json, out.fit_record(result))
     if result.best is not None and run.trainer.keeps_best:
-        words = [
-            "predict",
-            command.config,
-            "--checkpoint",
-            out.near_path(directory),
-            "--step",
-            "best",
-            "--output",
-            "predictions.csv",
-        ]
+        purpose, lines = _next_commands(result.watched, command, out.near_path(directory))
         best = f"step {result.best_step:,}, {result.watched} {result.best:.4f}"
-        say(f"Best on held-out rows: {best}. To predict with it:")
-        say(f"    {command_line(words, list(command.overrides or []), None)}")
+        say(f"Best on held-out rows: {best}. {purpose}")
+        for line in lines:
+            say(f"    {line}")
     if result.nothing_left or result.stopped_early:
         say(result.nothing_left or result.stopped_early)
+
+
+def _next_commands(watched: str, command: Command, directory: str) -> tuple[str, list[str]]:
+    """Returns what the best checkpoint is for, and the commands that use it.
+
+    A metric of retrieval ranks all rows of the item's table, and so do these commands.
+    """
+    if watched.startswith("retrieval_"):
+        changes = f"{directory.rstrip('/')}/changes"
+        publish = ["checkpoint", "publish", directory, "--step", "best", "--output", changes]
+        serve = ["serve", changes, "--retrieve"]
+        return "To find items with it:", [command_line(words, [], None) for words in (publish, serve)]
+    predict = ["predict", command.config, "--checkpoint", directory, "--step", "best", "--output", "predictions.csv"]
+    return "To predict with it:", [command_line(predict, list(command.overrides or []), None)]
 
 
 def _resolve_link(directory: str | None) -> str | None:
