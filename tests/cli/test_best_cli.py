@@ -69,7 +69,9 @@ def test_a_run_stops_early_and_names_the_best(run):
     assert (folder / "predictions.csv").exists()
     assert (step, True) in [(entry.step, entry.best) for entry in list_checkpoints("out")]
 
-    persia("evaluate", "run.toml", "--checkpoint", "out", "--step", "best", "--json", "best.json")
+    assert f"evaluation at step {result['global_step']:,}" in text  # Of the last step, not of the best one.
+    scores = persia("evaluate", "run.toml", "--checkpoint", "out", "--step", "best", "--json", "best.json")
+    assert f"evaluation at step {step:,}" in scores
     assert json.loads((folder / "best.json").read_text())["log_loss"] == pytest.approx(result["best"], abs=1e-9)
     persia("evaluate", "run.toml", "--checkpoint", "out", "--json", "last.json")
     assert json.loads((folder / "last.json").read_text())["log_loss"] > result["best"]

@@ -86,7 +86,8 @@ def test_parts_of_a_log(tmp_path, monkeypatch):
     with Predictor(serve[1]) as predictor, Retriever(predictor) as retriever:
         assert retriever.state().step == result["best_step"]
     command = "evaluate", "run.toml", "--checkpoint", "out", "--step", "best", "--retrieval", "--at", "5"
-    persia(*command, "--leave-out", "history", "--json", "found.json")
+    text = persia(*command, "--leave-out", "history", "--json", "found.json")
+    assert f"retrieval at step {result['best_step']}" in text
     assert json.loads(Path("found.json").read_text())["retrieval"]["hit_rate"]["5"] == result["best"]
     test = "--set", "eval_data.options.leave_one_out=test"
     assert f"the items of {USERS} samples" in persia(*command, *test, "--json", "found.json")

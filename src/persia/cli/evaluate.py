@@ -103,10 +103,10 @@ def evaluate(
             values = MAX_VALUES if max_values is None else max_values
             result = trainer.evaluate(reader, group_by=group_by, at=at or (10,), metrics_by=by, max_values=values)
     if retrieval:
-        out.print_retrieval("retrieval", figures)
+        out.print_retrieval(f"retrieval at step {trainer.global_step:,}", figures)
         record = {"retrieval": dataclasses.asdict(figures)}
     else:
-        out.print_metrics("evaluation", result)
+        out.print_metrics(f"evaluation at step {trainer.global_step:,}", result)
         record = out.metrics_record(result)
     if json is not None:
         out.write_json(json, record)

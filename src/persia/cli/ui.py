@@ -42,7 +42,7 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
     """Prints the summary of a training run and its directory; only the evaluation if nothing was left to train."""
     if result.nothing_left:
         if result.evaluation is not None:
-            print_metrics("evaluation", result.evaluation)
+            print_metrics(f"evaluation at step {result.global_step:,}", result.evaluation)
         return
     table = Grid("", "result", text=[""], title="training")
     table.add_row("rows trained", f"{result.rows:,}")
@@ -69,7 +69,7 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
         )
     CONSOLE.print(table)
     if result.evaluation is not None:
-        print_metrics("evaluation", result.evaluation)
+        print_metrics(f"evaluation at step {result.global_step:,}", result.evaluation)
     say(f"Saved in {near_path(checkpoint)}")
 
 
