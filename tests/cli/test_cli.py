@@ -317,6 +317,14 @@ def test_a_missing_file_is_one_line(tmp_path, persia_process):
     assert "Traceback" not in text
 
 
+def test_a_file_of_data_is_no_configuration(tmp_path):
+    path = tmp_path / "my clicks.csv"
+    path.write_text("user,item,click\n1,2,1\n")
+    text = persia("train", str(path), ok=False)
+    assert f"persia init '{path}'" in text
+    assert "TOML" not in text
+
+
 def test_checkpoint_tools(config, tmp_path):
     out = str(tmp_path / "out")
     settings = ("--set", "trainer.checkpoint_every_steps=4", "--set", "trainer.checkpoint_increments=5")

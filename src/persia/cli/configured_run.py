@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as jsonlib
+import os
 import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -73,18 +74,36 @@ def load_config(config: str, overrides: list[str] | None, output: str | None = N
         output: directory for checkpoints; overrides the file.
 
     Raises:
-        ConfigError: the file cannot be read, or an override has no path.
+        ConfigError: the file cannot be read, or is one of data; or an override has no path.
     """
     from persia.cli.config_paths import directory_of, resolve_paths
     from persia.config import load, override
 
-    tree = load(config, [])
+    try:
+        tree = load(config, [])
+    except ConfigError as error:
+        if not _is_data(config):
+            raise
+        raise ConfigError(
+            f"{config} is a file of data, not a configuration. To write a configuration for it: "
+            f"{shlex.join(['persia', 'init', config])}",
+            path=config,
+        ) from error
     resolve_paths(tree, directory_of(config))
     for assignment in overrides or []:
         override(tree, assignment)
     if output is not None:
         override(tree, f"trainer.checkpoint_dir={jsonlib.dumps(output)}")
     return tree
+
+
+def _is_data(path: str) -> bool:
+    """Returns whether a file has a suffix of data."""
+    from persia.data.from_csv import CSV_SUFFIXES
+    from persia.data.from_parquet import PARQUET_SUFFIXES
+    from persia.data.json_lines import JSONL_SUFFIXES
+
+    return os.path.isfile(path) and path.endswith((*CSV_SUFFIXES, *PARQUET_SUFFIXES, *JSONL_SUFFIXES))
 
 
 def read_config(config: str, overrides: list[str] | None, output: str | None = None) -> RunConfig:
