@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.cli.init.column_names import label_words, names_an_id, quoted_column
+from persia.cli.init.columns import guess_column
 from persia.cli.init.guessed_columns import ColumnValues
 from persia.cli.init.sample import Sample
 from persia.errors import DataError
@@ -30,6 +31,8 @@ _COUNTS = {
     "count", "counts", "num", "number", "views", "visits", "clicks", "orders", "purchases", "quantity", "qty", "plays",
     "downloads", "sold",
 }  # fmt: skip
+_OWNERS = {"user", "uid", "customer", "client", "member", "visitor", "session", "account", "reviewer", "player"}
+"""Words in the names of columns that say whose an event is."""
 _MOST_CLASSES = 100
 _POSITIVE = {"yes", "y", "true", "t", "1", "click", "clicked", "positive", "pos", "good", "success", "churned"}
 _NEGATIVE = {"no", "n", "false", "f", "0", "negative", "neg", "bad", "failure"}
@@ -101,7 +104,7 @@ def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGu
     if not candidates:
         raise DataError(
             f"{sample.files[0].path}: cannot guess which column to predict, as none has the name of a label or just "
-            f"two values. Name one with --label COLUMN: {described(sample)}.",
+            f"two values. Name one with --label COLUMN: {described(sample)}.{_of_events(sample, values)}",
             path=sample.path,
         )
     candidates.sort(key=lambda item: -item[0])
@@ -111,6 +114,21 @@ def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGu
     else:
         labels[0] = labels[0]._replace(sure=False)
     return labels
+
+
+def _of_events(sample: Sample, values: dict[str, ColumnValues]) -> str:
+    """Returns how to train on a log of events, which has no label; empty if the columns are not those of events."""
+    roles = {name: guess_column(name, of, csv=sample.kind == "csv").role for name, of in values.items()}
+    ids = [name for name, role in roles.items() if role == "id"]
+    time = next((name for name, role in roles.items() if role == "time"), None)
+    if time is None or len(ids) < 2:
+        return ""
+    owner = next((name for name in ids if set(label_words(name)) & _OWNERS), ids[0])
+    return (
+        " If each row is an event, such as an item that a user chose, predict the next item of each user, which needs "
+        f'no label: kind = "event_log" with owner = "{owner}" and time = "{time}". docs/guide/sequences.md has the '
+        'configuration, under "From your own log of events".'
+    )
 
 
 def label_from(sample: Sample, column: str, values: ColumnValues, kind: LabelKind | None = None) -> LabelGuess:
