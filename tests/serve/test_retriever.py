@@ -149,6 +149,24 @@ def test_over_http_with_items_of_a_file(run, tmp_path):
     asyncio.run(main())
 
 
+def test_users_may_be_raw_columns(run, tmp_path):
+    run.fit([batch(seed) for seed in range(3)])
+    columns = {"user": [3, 4], "seen": [[1, 2], []], "age": [0.1, 0.2]}
+    with Predictor(str(tmp_path), network()) as predictor, Retriever(predictor, catalogue()) as retriever:
+        expected = retriever.search(_users(), 4)
+        found = retriever.search(columns, 4)
+        np.testing.assert_array_equal(found.ids, expected.ids)
+        np.testing.assert_array_equal(found.scores, expected.scores)
+        for users, message in (
+            ({"user": [3], "seen": [[1]]}, "Feature 'age' of the user is missing"),
+            ({**columns, "item": [1, 2]}, "'item' is not a feature of the user; leave it out, and give 'age', 'seen'"),
+            ({**columns, "age": ["x", "y"]}, "age"),
+            ([3, 4], "users are of type list; give a Batch, or to `Retriever.search` columns"),
+        ):
+            with pytest.raises(DataError, match=message):
+                retriever.search(users, 4)
+
+
 def test_a_closed_retriever_is_not_told_of_changes(run, tmp_path, monkeypatch):
     run.fit([batch()])
     with Predictor(str(tmp_path), network()) as predictor:

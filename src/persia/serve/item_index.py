@@ -399,6 +399,11 @@ class ItemIndex:
         """
         k = plain(k)
         check_integer("k", k, 1)
+        if not isinstance(users, Batch):
+            raise DataError(
+                f"users are of type {type(users).__name__}; give a Batch, or to `Retriever.search` columns such as "
+                "{'history': [[3, 4]]}."
+            )
         state = self._state
         batch = only(self._schema, users, state.towers.features[0])
         with torch.inference_mode():

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from persia.batching.batch import Batch
+from persia.batching.input_rules import apply_rules
 from persia.errors import ClosedError
 from persia.nn.item_catalogue import TowerFeatures, item_features, towers_of, user_features
 from persia.nn.pooling import Embeddings
@@ -20,6 +21,7 @@ from persia.schema import Schema
 from persia.serve.item_files import read_items
 from persia.serve.item_index import IndexOptions, ItemIndex, Retrieved
 from persia.serve.predictor import Predictor
+from persia.serve.schema_parts import check_user_columns, schema_of_columns, with_all_dense
 from persia.telemetry.logs import get_logger
 from persia.types import Ids
 
@@ -269,6 +271,27 @@ class Retriever:
             raise ClosedError("The retriever has not started; call start(), or use it in a with statement.")
         return self._index
 
-    def search(self, users: Batch, k: int) -> Retrieved:
-        """Returns the nearest items of users; see `ItemIndex.search`."""
-        return self.index.search(users, k)
+    def search(self, users: Batch | Mapping[str, Any], k: int) -> Retrieved:
+        """Returns the nearest items of users; see `ItemIndex.search`.
+
+        Args:
+            users: as for `ItemIndex.search`; or raw columns of the user's features, such as {"history": [[3, 4]]} for
+                one user, which are converted as by `Predictor.batch`.
+            k: number of items.
+
+        Raises:
+            DataError: the users do not fit the schema; names the feature.
+            ConfigError: `k` is not a positive whole number.
+            ClosedError: the index has not been built.
+        """
+        index = self.index
+        return index.search(self._users(users) if isinstance(users, Mapping) else users, k)
+
+    def _users(self, columns: Mapping[str, Any]) -> Batch:
+        """Returns users whose raw columns are given, with zeros for the dense features of items."""
+        view, features = self._predictor.current(), self.user_features
+        check_user_columns(view.schema, features, columns)
+        schema = schema_of_columns(view.schema, columns)
+        users = Batch.from_columns(schema, apply_rules(view.network.input_rules, columns), require_labels=False)
+        self._predictor.note_columns(columns)
+        return with_all_dense(users, schema.dense_names, view.schema)

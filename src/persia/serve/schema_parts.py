@@ -8,9 +8,11 @@ import msgspec
 import numpy as np
 
 from persia.batching.batch import Batch
+from persia.errors import DataError
+from persia.nn.item_catalogue import TowerFeatures
 from persia.schema import IdFeature, Schema
 
-__all__ = ["columns_of", "part_of", "schema_of_columns", "with_all_dense"]
+__all__ = ["check_user_columns", "columns_of", "part_of", "schema_of_columns", "with_all_dense"]
 
 
 def part_of(schema: Schema, features: Collection[str]) -> Schema:
@@ -81,6 +83,26 @@ def columns_of(schema: Schema, features: Iterable[str]) -> set[str]:
         else:
             columns |= {column for column in (feature.column, feature.age_since, feature.weights) if column}
     return columns
+
+
+def check_user_columns(schema: Schema, features: TowerFeatures, columns: Collection[str]) -> None:
+    """Checks that columns are those that the vector of a user is computed from.
+
+    Args:
+        schema: schema of all features.
+        features: features of users.
+        columns: names of the columns.
+
+    Raises:
+        DataError: one is missing, or is not of the user.
+    """
+    required = columns_of(schema, features.ids) | set(features.dense)
+    for name in columns:
+        if name not in required:
+            known = ", ".join(map(repr, sorted(required)))
+            raise DataError(f"{name!r} is not a feature of the user; leave it out, and give {known}.", feature=name)
+    if missing := required.difference(columns):
+        raise DataError(f"Feature {min(missing)!r} of the user is missing; give it.", feature=min(missing))
 
 
 def with_all_dense(batch: Batch, names: Iterable[str], schema: Schema) -> Batch:

@@ -18,7 +18,7 @@ from persia.schema import NO_RULES, DenseFeature, InputRules, Schema
 from persia.serve.http.codecs.arrow_codec import value_count
 from persia.serve.http.codecs.codec import Codec, Records, Samples
 from persia.serve.http.codecs.messages import MessageCodec
-from persia.serve.schema_parts import columns_of, schema_of_columns, with_all_dense
+from persia.serve.schema_parts import check_user_columns, schema_of_columns, with_all_dense
 
 if TYPE_CHECKING:
     from persia.nn.item_catalogue import TowerFeatures
@@ -133,13 +133,9 @@ class Bodies:
                 f"k = {request.k}; the server finds at most {self._limits.max_k} items (--max-k).", k=request.k
             )
         columns = self._columns(request.users, None)
-        required = columns_of(self._schema, features.ids) | set(features.dense)
-        for name in columns.keys() - required:
+        for name in columns:
             self._check_name(name)
-            known = ", ".join(map(repr, sorted(required)))
-            raise DataError(f"{name!r} is not a feature of the user; leave it out, and give {known}.", feature=name)
-        if missing := required - columns.keys():
-            raise DataError(f"Feature {min(missing)!r} of the user is missing; give it.", feature=min(missing))
+        check_user_columns(self._schema, features, columns)
         schema = schema_of_columns(self._schema, columns)
         users = self._batch(columns, schema, "'users'")
         if len(users) * request.k > self._limits.max_values:
