@@ -183,7 +183,11 @@ def test_times_differ_by_less_than_a_second():
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        (pa.array([1_700_000_000_000] * 2), r"column 'when' has a time out of range.* it is 's' now"),
+        (pa.array([1_700_000_000_000] * 2), r'time out of range.*read with time_unit="s", and fit time_unit="ms": set'),
+        (pa.array([1.7e15, 1.7e15]), r'column \'when\' has a time out of range.*and fit time_unit="us"'),
+        (pa.array(["1700000000000000000"] * 2), r'column \'when\' has a time out of range.*and fit time_unit="ns"'),
+        (pa.array([1e300, 0.0]), r'read with time_unit="s"; correct them'),
+        (pa.array([datetime.date(2900, 1, 1)] * 2), r"to 2261\. Correct it, or leave the row out"),
         (pa.array([1, None]), r"column 'when' has no time at row 1"),
         (pa.array([1, float("nan")]), r"column 'when' has no time at row 1"),
         (pa.array([True, False]), r"column 'when' is bool; give integers"),

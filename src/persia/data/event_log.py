@@ -200,7 +200,7 @@ def _nanoseconds(piece: Piece, name: str, unit: TimeUnit) -> Int64Array:
     except pa.ArrowInvalid as error:
         raise DataError(
             f"{path}: column {name!r} has a time out of range, from row {piece.row} on ({error}); times are from 1678 "
-            f"to 2261. Correct it, or say in which unit its numbers are; it is {unit!r} now.",
+            f"to 2261. {_remedy(column, unit)}",
             path=path,
             column=name,
         ) from error
@@ -215,6 +215,21 @@ def _nanoseconds(piece: Piece, name: str, unit: TimeUnit) -> Int64Array:
         )
     times: Int64Array = np.array(column.to_numpy(zero_copy_only=False), np.int64)
     return times
+
+
+def _remedy(column: Any, unit: TimeUnit) -> str:
+    """Returns what to do about times out of range: numbers may have another unit, which is told by their size."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        return "Correct it, or leave the row out."
+    least, largest = (pc.min_max(column)[end].as_py() for end in ("min", "max"))
+    size = max(abs(least), abs(largest))
+    fitting = next((each for each, ns in _NANOSECONDS.items() if size * ns < 2**63), None)
+    if fitting is None:
+        return f'Its numbers are read with time_unit="{unit}"; correct them, or leave the rows out.'
+    return f'Its numbers are read with time_unit="{unit}", and fit time_unit="{fitting}": set that, or correct them.'
 
 
 def _column(piece: Piece, name: str) -> Any:
