@@ -205,6 +205,11 @@ def test_missing_columns_and_values_are_named(tmp_path):
         list(log(events, time="what"))
     with pytest.raises(DataError, match="column 'who' has no value at row 1"):
         list(log(table([1, None], [1, 2])))
+    without = events.drop_columns(["chosen"])
+    remedy = r"If each event has the label 1, set labels=\{'chosen': 'item is not None'\}\."
+    for source in (without, *(write(tmp_path / f"log.{kind}", without) for kind in ("csv", "parquet", "jsonl"))):
+        with pytest.raises(DataError, match=rf"no column 'chosen'.*{remedy}"):
+            list(log(source))
     with pytest.raises(DataError, match="can be read only once"):
         log(events.to_reader())
     with pytest.raises(DataError, match="There is no file"):

@@ -106,7 +106,8 @@ def event_log(
     events = msgspec.structs.replace(events, id_features=[*events.id_features, *own])
     of_source = {_OWNER: owner, _TIME: time}
     options["rename"] = rename | {each.name: of_source[each.name] for each in own}
-    log = _OwnLog(_source(source, conversion_of(events, **options)), owner, time, time_unit)
+    item = next(iter(collected.values()))
+    log = _OwnLog(_source(source, conversion_of(events, **options)), owner, time, time_unit, rename.get(item, item))
     samples = HistorySource(schema, log, key, collected, min_history, leave_one_out, newest_only, ages)
     return StreamReader(schema, samples, order_of(batch_size, **options))
 
@@ -120,12 +121,14 @@ class _OwnLog:
         owner: column of the source with the owner of each event.
         time: column of the source with the time.
         unit: of numbers in it.
+        item: column of the source that a history collects.
     """
 
     source: LogSource
     owner: str
     time: str
     unit: TimeUnit
+    item: str
 
     @property
     def path(self) -> str:
@@ -155,9 +158,22 @@ class _OwnLog:
         return events._replace(time=(events.time.view(np.uint64) ^ _SIGN).view(np.int64))
 
     def _pieces(self) -> Iterator[Piece]:
-        if isinstance(self.source, CsvSource):
-            return (piece for file in self.source.files for piece in self.source.pieces(file))
-        return self.source.pieces()
+        source = self.source
+        try:
+            if isinstance(source, CsvSource):
+                for file in source.files:
+                    yield from source.pieces(file)
+            else:
+                yield from source.pieces()
+        except DataError as error:
+            column, conversion = error.fields.get("column"), source.conversion
+            labels = {conversion.rename.get(name, name): name for name in conversion.schema.label_names}
+            label = labels.get(column, "") if isinstance(column, str) else ""
+            if not label or "row" in error.fields:
+                raise
+            item = self.item if self.item.isidentifier() else f"column({self.item!r})"
+            remedy = f" If each event has the label 1, set labels={{{label!r}: {f'{item} is not None'!r}}}."
+            raise DataError(f"{error.message}{remedy}", **error.fields) from error
 
     def _timed(self, piece: Piece) -> Piece:
         """Returns a piece with the column of times that `events_of` reads."""
