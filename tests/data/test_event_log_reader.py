@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia import data
+from persia.data import from_csv
 from persia.errors import ConfigError, DataError
 from persia.schema import DenseFeature, IdFeature, Schema, Table
 
@@ -214,6 +215,20 @@ def test_missing_columns_and_values_are_named(tmp_path):
         log(events.to_reader())
     with pytest.raises(DataError, match="There is no file"):
         log(tmp_path / "nothing.parquet")
+
+
+@pytest.mark.parametrize(("column", "bad"), [("when", "soon"), ("when", ""), ("who", ""), ("item", "")])
+def test_the_row_of_a_bad_value_in_a_later_block(tmp_path, monkeypatch, column, bad):
+    monkeypatch.setattr(from_csv, "_BLOCK_BYTES", 200)
+    lines = write(tmp_path / "log.csv", table([1] * 50, range(50))).read_text().splitlines()
+    place = [name.strip('"') for name in lines[0].split(",")].index(column)
+    values = lines[42].split(",")
+    lines[42] = ",".join([*values[:place], bad, *values[place + 1 :]])
+    (tmp_path / "log.csv").write_text("\n".join(lines))
+    at = rf"log\.csv: .olumn '{column}' has .* at row 41[;,].* Rows are counted from 0, without header and blank"
+    with pytest.raises(DataError, match=at) as found:
+        list(log(tmp_path / "log.csv"))
+    assert found.value.fields["row"] == 41
 
 
 @pytest.mark.parametrize(

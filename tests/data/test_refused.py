@@ -19,6 +19,7 @@ import xxhash
 from persia import data
 from persia.batching.batch import Batch
 from persia.data import from_csv, from_parquet
+from persia.data.rows import COUNTED
 from persia.errors import ConfigError, DataError
 from persia.schema import IdFeature, Schema
 
@@ -89,6 +90,7 @@ def test_bad_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, 
         assert error.fields["path"] == str(path)
         assert (error.fields["column"], error.fields["row"]) == (column, where)
         assert f"at row {where}" in error.message
+        assert error.message.endswith(COUNTED)
         if value and "missing" not in error.message and "inf at" not in error.message and "Label" not in error.message:
             assert error.fields["value"] == value
         assert re.search(message, error.message), error.message
@@ -154,6 +156,7 @@ def test_ragged_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
         error = refused(lambda names=names: data.csv(tmp_path / "a.csv", SCHEMA, column_names=names))
         assert (error.fields["path"], error.fields["row"]) == (str(tmp_path / "a.csv"), row)
         assert message in error.message
+        assert error.message.endswith(COUNTED)
         assert len(error.message) < 600
 
 

@@ -179,7 +179,9 @@ class _OwnLog:
         """Returns a piece with the column of times that `events_of` reads."""
         import pyarrow as pa
 
-        times = _nanoseconds(self.source.conversion.with_plain_texts(piece), self.time, self.unit)
+        plain = self.source.conversion.with_plain_texts(piece)
+        with self.source.conversion.located(piece, None, {}):
+            times = _nanoseconds(plain, self.time, self.unit)
         return piece._replace(columns=piece.columns | {_TIME: pa.array(times.view(np.uint64) ^ _SIGN)})
 
 
@@ -192,7 +194,7 @@ def _nanoseconds(piece: Piece, name: str, unit: TimeUnit) -> Int64Array:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    column, path = _column(piece, name), piece.file.path
+    column = _column(piece, name)
     try:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
@@ -209,23 +211,19 @@ def _nanoseconds(piece: Piece, name: str, unit: TimeUnit) -> Int64Array:
             column = pc.round(pc.multiply(number, float(_NANOSECONDS[unit]))).cast(pa.int64())
         else:
             raise DataError(
-                f"{path}: column {name!r} is {kind}; give integers, floats, dates or timestamps as the time of events.",
-                path=path,
+                f"column {name!r} is {kind}; give integers, floats, dates or timestamps as the time of events.",
                 column=name,
             )
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{path}: column {name!r} has a time out of range, from row {piece.row} on ({error}); times are from 1678 "
-            f"to 2261. {_remedy(column, unit)}",
-            path=path,
+            f"column {name!r} has a time out of range, from row {piece.row} on ({error}); times are from 1678 to 2261. "
+            f"{_remedy(column, unit)}",
             column=name,
         ) from error
     if column.null_count:
-        row = piece.row + int(pc.index(pc.is_null(column), True).as_py())
+        row = int(pc.index(pc.is_null(column), True).as_py())
         raise DataError(
-            f"{path}: column {name!r} has no time at row {row}, but each event has one. Fill it in, or leave the row "
-            "out.",
-            path=path,
+            f"column {name!r} has no time at row {row}, but each event has one. Fill it in, or leave the row out.",
             column=name,
             row=row,
         )
@@ -257,9 +255,7 @@ def _column(piece: Piece, name: str) -> Any:
         return pa.repeat(piece.file.keys[name], piece.rows)
     if isinstance(column, list):
         raise DataError(
-            f"{piece.file.path}: column {name!r} has values of several kinds; give numbers, dates or timestamps as the "
-            "time of events.",
-            path=piece.file.path,
+            f"column {name!r} has values of several kinds; give numbers, dates or timestamps as the time of events.",
             column=name,
         )
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

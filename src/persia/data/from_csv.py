@@ -14,7 +14,7 @@ from persia.data.file_source import FileSource
 from persia.data.files import File, Paths, expand
 from persia.data.reader import StreamReader
 from persia.data.row_options import ReaderOptions, conversion_of, order_of, with_options
-from persia.data.rows import Conversion, Piece, present_columns
+from persia.data.rows import COUNTED, Conversion, Piece, present_columns
 from persia.errors import ConfigError, DataError
 from persia.schema import InputRules, Schema
 
@@ -178,7 +178,7 @@ class CsvSource(FileSource):
                     raise DataError(
                         f"{file.path}: the line at row {row} or one soon after it is longer than "
                         f"{_BLOCK_BYTES >> 20} MiB. Close a quote that is left open, shorten the line, or convert the "
-                        "file to Parquet.",
+                        f"file to Parquet.{COUNTED}",
                         path=file.path,
                         row=row,
                     ) from error
@@ -264,11 +264,11 @@ class CsvSource(FileSource):
         text = line.text if len(line.text) <= 80 else line.text[:80] + "..."
         others = (d for d in _DELIMITERS if line.actual_columns == 1 and line.text.count(d) == columns - 1)
         other = next(others, None)
+        looks = f" Its fields look separated by {other!r}: set delimiter={other!r}." if other is not None else ""
         return DataError(
             f"{file.path}: the line {text!r} at row {row} has {line.actual_columns} fields instead of {columns}. Quote "
             "fields that hold the delimiter, close open quotes, restore the file if it is cut off here, or leave the "
-            "line out."
-            f"{f' Its fields look separated by {other!r}: set delimiter={other!r}.' if other is not None else ''}",
+            f"line out.{looks}{COUNTED}",
             path=file.path,
             row=row,
             value=line.text,

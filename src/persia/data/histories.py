@@ -293,8 +293,9 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
     first = 0
     for piece in pieces:
         for batch in plain.batches(iter([piece]), 0):
-            for name, column in batch.id_features.items():
-                _check_single(conversion.rename.get(name, name), column, piece)
+            with plain.located(piece, None, {}):
+                for name, column in batch.id_features.items():
+                    _check_single(conversion.rename.get(name, name), column)
             batches.append(batch)
         if conversion.selection is not None:
             selected_rows.append(first + conversion.selected(conversion.with_plain_texts(piece), first))
@@ -314,16 +315,15 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
     return EventColumns(ids, ids[time].astype(np.int64), labels, np.concatenate(days), selected, dense)
 
 
-def _check_single(name: str, column: IdColumn, piece: Piece) -> None:
+def _check_single(name: str, column: IdColumn) -> None:
     if column.offsets is None:
         return
     lengths = np.diff(column.offsets)
-    row = piece.row + int((lengths != 1).argmax())
-    count = lengths[row - piece.row]
+    row = int((lengths != 1).argmax())
+    count = lengths[row]
     raise DataError(
-        f"{piece.file.path}: column {name!r} has {f'{count} values' if count else 'no value'} at row {row}, but each "
-        "event has one. Correct it, or leave the row out.",
-        path=piece.file.path,
+        f"column {name!r} has {f'{count} values' if count else 'no value'} at row {row}, but each event has one. "
+        "Correct it, or leave the row out.",
         column=name,
         row=row,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO
 
 from persia.data.files import File
-from persia.data.rows import Piece
+from persia.data.rows import COUNTED, Piece
 from persia.errors import DataError
 
 __all__ = ["JSONL_SUFFIXES", "json_blocks", "json_pieces", "refused"]
@@ -93,7 +93,7 @@ def refused(file: File, error: Exception, first: int) -> DataError:
     near = f"at row {row}" if match else f"from row {row} on"
     return DataError(
         f"{file.path}: cannot be read as JSON lines {near} ({error}). Give a file with one JSON object in each line, "
-        "or restore it.",
+        f"or restore it.{COUNTED}",
         path=file.path,
         row=row,
     )

@@ -22,7 +22,10 @@ from persia.errors import ConfigError, DataError
 from persia.schema import NO_RULES, InputRules, Schema, WrittenNumbers
 from persia.types import Int64Array
 
-__all__ = ["Conversion", "Piece", "present_columns", "require_rows"]
+__all__ = ["COUNTED", "Conversion", "Piece", "present_columns", "require_rows"]
+
+COUNTED = " Rows are counted from 0, without header and blank lines."
+"""End of errors about a row of a file, as editors count lines from 1."""
 
 _REMEDY = " Correct the schema, or rename."
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -189,7 +192,7 @@ class Conversion:
             DataError: a value is invalid; the message names file, row, column and remedy.
         """
         for piece, positions, computed in self._selected(pieces, skip):
-            with self._located(piece, positions, self.rename):
+            with self.located(piece, positions, self.rename):
                 yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece, computed)
 
     def inputs(self, pieces: Iterator[Piece], prepare: Prepare | None = None) -> Iterator[dict[str, Any]]:
@@ -203,7 +206,7 @@ class Conversion:
             DataError: as `batches` does, but for the values of other columns.
         """
         for piece, positions, computed in self._selected(pieces, 0):
-            with self._located(piece, positions, self.rename):
+            with self.located(piece, positions, self.rename):
                 prepared = piece._replace(columns=prepare(piece.columns)) if prepare else piece
                 columns = dict(self._inputs(prepared, computed))
             yield columns
@@ -234,10 +237,10 @@ class Conversion:
                 import pyarrow as pa
 
                 positions = positions[begin:]
-                with self._located(piece, None, {}):
+                with self.located(piece, None, {}):
                     rest = {name: _taken(name, column, pa.array(positions)) for name, column in piece.columns.items()}
                 piece = Piece(piece.file, piece.row, rest, count - begin)
-            with self._located(piece, positions, {}):
+            with self.located(piece, positions, {}):
                 computed = self._computed_labels(piece)
             yield piece, positions, computed
 
@@ -247,7 +250,7 @@ class Conversion:
         if self.texts == PYTHONS_TEXTS:
             return piece
         rules = InputRules(null_values=self.texts.null_values, numbers=self.written_numbers)
-        with self._located(piece, None, {}):
+        with self.located(piece, None, {}):
             return piece._replace(columns=dict(apply_rules(rules, piece.columns)))
 
     def passthrough_columns(self, pieces: Iterator[Piece]) -> Iterator[dict[str, Any]]:
@@ -279,7 +282,7 @@ class Conversion:
             DataError: a rule does not match the columns.
         """
         assert self.selection is not None
-        with self._located(piece, None, {}):
+        with self.located(piece, None, {}):
             named = {name: self._read(piece, name) for name in self.selection.columns}
             return self.selection.positions(named, first, piece.rows)
 
@@ -347,7 +350,7 @@ class Conversion:
         return day_of_column(self.day, piece.columns[self.day], self.day_unit)
 
     @contextmanager
-    def _located(self, piece: Piece, positions: Int64Array | None, rename: Mapping[str, str]) -> Iterator[None]:
+    def located(self, piece: Piece, positions: Int64Array | None, rename: Mapping[str, str]) -> Iterator[None]:
         """Converts errors about rows to a DataError that names the file, the row and the column.
 
         Args:
@@ -368,6 +371,7 @@ class Conversion:
             if name is not None:
                 fields["column"] = column = rename.get(name, name)
                 message += f" In the source, the column is {column!r}." if column != name else ""
+            message += COUNTED if "row" in fields else ""
             raise DataError(f"{piece.file.path}: {message}", **fields) from error
         except Exception as error:
             if not type(error).__module__.startswith("pyarrow"):
