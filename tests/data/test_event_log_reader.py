@@ -91,6 +91,7 @@ def test_samples_against_a_slow_reference(events, part, newest_only, min_history
         found.append(item)
     for batch in reader:
         batch.validate(SCHEMA)
+        assert batch.day is None
     assert found == sorted(expected, key=lambda e: (times[e], e))
     assert rows_of(reader.batches(start=1)) == rows_of(reader)[batch_size:]
 
@@ -173,6 +174,11 @@ def test_times_of_any_type(times, options):
     *_, (ids, dense, _) = rows_of(log(table(["a"] * 3, times), **options))
     assert ids["history"] == [2, 1]
     assert dense[1:4] == [np.float32(SECONDS[0] - SECONDS[2]), 43_200.0, 0.0]
+
+
+def test_days_are_those_of_a_column():
+    days = [batch.day.tolist() for batch in log(table([1, 2, 1], [3, 2, 1]), batch_size=2, day="when")]
+    assert days == [[1, 2], [3]]
 
 
 def test_times_differ_by_less_than_a_second():

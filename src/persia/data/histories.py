@@ -45,7 +45,7 @@ class EventColumns(NamedTuple):
         ids: ids by feature, uint64 `[events]`.
         time: int64 `[events]`; events of equal time are ordered as in the files.
         labels: float32 `[events, labels]`.
-        day: int32 `[events]`; 0 if the log has no days.
+        day: int32 `[events]`; None if the log has no days.
         selected: positions of the events that become samples, int64; None for all.
         dense: non-ID-type features of the events, float32 `[events, width]`; None if they have none.
     """
@@ -53,7 +53,7 @@ class EventColumns(NamedTuple):
     ids: dict[str, Ids]
     time: Int64Array
     labels: Floats
-    day: Int32Array
+    day: Int32Array | None
     selected: Int64Array | None
     dense: Floats | None = None
 
@@ -162,7 +162,8 @@ class HistorySource:
             ids |= {name: history_of(items, ends, lengths) for name, items in in_order.items()}
             ages = None if times is None else _ages_of(times, ends, lengths, length)
             labels = np.ascontiguousarray(events.labels[rows])
-            yield Batch(ids, self._dense(events, rows, ages), labels, events.day[rows])
+            day = None if events.day is None else events.day[rows]
+            yield Batch(ids, self._dense(events, rows, ages), labels, day)
 
     def _samples(self, events: EventColumns, heads: Int64Array, place: Int64Array, before: Int64Array) -> Int64Array:
         """Returns the positions of the events that become samples, in the order of time.
@@ -305,14 +306,16 @@ def events_of(pieces: Iterator[Piece], conversion: Conversion, time: str) -> Eve
         none = {name: np.empty(0, np.uint64) for name in names}
         labels = np.empty((0, len(conversion.schema.label_names)), np.float32)
         dense = np.empty((0, conversion.schema.dense_width), np.float32)
-        return EventColumns(none, np.empty(0, np.int64), labels, np.empty(0, np.int32), None, dense)
+        no_day = None if conversion.day is None else np.empty(0, np.int32)
+        return EventColumns(none, np.empty(0, np.int64), labels, no_day, None, dense)
     ids = {name: np.concatenate([batch.id_features[name].values for batch in batches]) for name in names}
-    days = [np.zeros(len(batch), np.int32) if batch.day is None else batch.day for batch in batches]
+    days = [batch.day for batch in batches if batch.day is not None]  # Of all batches, or of none.
+    day = np.concatenate(days) if days else None
     columns = min(batch.labels.shape[1] for batch in batches)  # 0 if some files lack labels, which are not required.
     labels = np.concatenate([batch.labels[:, :columns] for batch in batches])
     selected = np.concatenate(selected_rows) if conversion.selection is not None else None
     dense = np.concatenate([batch.dense for batch in batches])
-    return EventColumns(ids, ids[time].astype(np.int64), labels, np.concatenate(days), selected, dense)
+    return EventColumns(ids, ids[time].astype(np.int64), labels, day, selected, dense)
 
 
 def _check_single(name: str, column: IdColumn) -> None:

@@ -131,6 +131,7 @@ class _Views(EventFiles):
         if self.purchases:
             labels[:, 0] = self._bought(events.ids["sessionId"], events.ids["item_id"])
         # The time of day at which a session began is unknown, so all begin at midnight.
+        assert events.day is not None
         time = events.day.astype(np.int64) * _DAY_MS + events.time
         return events._replace(time=time, labels=labels)
 
