@@ -296,7 +296,8 @@ def with_towers(model: torch.nn.Module | Towers) -> Towers:
     """
     if not all(hasattr(model, name) for name in ("features", "users", "items")):
         raise ConfigError(
-            f"{type(model).__name__} has no towers; give a TwoTower, or a module with `features`, `users` and `items`.",
+            f"{type(model).__name__} has no towers; give a NextItem, a TwoTower, or a module with `features`, `users` "
+            "and `items`.",
             field="model",
         )
     return cast("Towers", model)

@@ -74,9 +74,12 @@ class Steering:
             return ""
         seen, title = self._state.evaluations, self._watched.title
         best = "none was finite" if seen.best is None else f"the best is {seen.best:.4g} at step {seen.best_step:,}"
+        remedy = ""
+        if seen.best is None and self._watched.metric == "auc":
+            remedy = ' Labels of one class have no AUC: set keep_best, for a next-item model to "retrieval_hr@10".'
         return (
             f"Stopped early at step {self._state.global_step:,}: in {seen.unimproved} evaluations in a row, held-out "
-            f"{title} has not improved; {best}."
+            f"{title} has not improved; {best}.{remedy}"
         )
 
     @property
