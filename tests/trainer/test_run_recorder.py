@@ -43,8 +43,10 @@ def test_a_run_leaves_its_curves_and_its_end(tmp_path):
 def test_line_and_record_show_the_same_rate(tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(LiveLine, "due", lambda self: True)
+    monkeypatch.setattr(LiveLine, "shown", True)
     monkeypatch.setattr(LiveLine, "show", lambda self, snapshot: shown.append(snapshot))
-    make_trainer(None, checkpoint_dir=str(tmp_path)).fit(reader(9))
+    make_trainer(None, checkpoint_dir=str(tmp_path), eval_every_steps=1).fit(reader(9), reader(2))
+    assert len(shown) == 18  # After each batch, and after each evaluation, when there are no new rows.
     assert all(snapshot.rows_per_second > 0 for snapshot in shown)
     rates = {snapshot.step: snapshot.rows_per_second for snapshot in shown}
     assert len(rates) == 9

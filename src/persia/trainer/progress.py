@@ -199,8 +199,8 @@ class FitProgress:
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
         self.data_checks = DataChecks(state, allow_empty=options.allow_empty)
-        self._shown = (self._began, 0)
-        """Time of the last snapshot, and the rows trained until then."""
+        self._shown, self._rate = (self._began, 0), 0.0
+        """Time of the last snapshot and the rows trained until then; rows per second, 0 before the first row."""
         self._found = (0, 0)
         """Lookups and hits until the last snapshot."""
         self._auc, self._auc_seen, self._auc_until = math.nan, False, 0.0
@@ -371,13 +371,15 @@ class FitProgress:
         now = time.monotonic()
         before, rows_before = self._shown
         self._shown = (now, self._rows)
+        if self._rows > rows_before:  # After an evaluation there may be none.
+            self._rate = (self._rows - rows_before) / max(now - before, 1e-9)
         tables = self._embeddings.statistics().values()
         before_lookups, before_hits = self._found
         self._found = lookups, hits = sum(t["lookups"] for t in tables), sum(t["hits"] for t in tables)
         return Snapshot(
             step=self._state.global_step,
             rows=self._rows,
-            rows_per_second=(self._rows - rows_before) / max(now - before, 1e-9),
+            rows_per_second=self._rate,
             loss=self._loss,
             auc=self._auc_of_call(),
             stored_rows=sum(t["rows"] for t in tables),
