@@ -70,9 +70,8 @@ def _tiles(record: RunRecord) -> Iterable[tuple[str, str]]:
         last = record.curve[-1]
         yield "samples/s of NN worker 0, median", short(median(point.rows_per_second for point in record.curve))
         kind = "training" if last.seen else "progressive"
-        if last.auc is not None or not last.others:
-            auc = "none" if last.auc is None else f"{last.auc:.4f}"
-            yield f"{kind} AUC of the last call, at step {last.step:,}", auc
+        if last.auc is not None:  # Labels of one class, as a next-item model has them, have none.
+            yield f"{kind} AUC of the last call, at step {last.step:,}", f"{last.auc:.4f}"
         for name, value in last.others.items():
             yield f"{kind} {titled(name)} of the last samples", "none" if value is None else f"{value:.5g}"
     for label, metrics in record.evaluation.items():
@@ -104,7 +103,7 @@ def _charts(record: RunRecord) -> Iterable[str]:
         return {name: points for name, points in parts.items() if points}
 
     others = dict.fromkeys(name for point in record.curve for name in point.others)
-    if not others or any(point.window_auc is not None for point in record.curve):
+    if not record.curve or any(point.window_auc is not None for point in record.curve):
         aucs = windows(lambda point: point.window_auc)
         yield lines("AUC of the samples since the previous point", aucs, "step")
     for other in others:
