@@ -85,6 +85,8 @@ def test_parts_of_a_log(tmp_path, monkeypatch):
     assert "published to out/changes as epoch 0" in persia(*publish)
     with Predictor(serve[1]) as predictor, Retriever(predictor) as retriever:
         assert retriever.state().step == result["best_step"]
+    plain = persia("evaluate", "run.toml", "--checkpoint", "out")
+    assert "AUC. With --retrieval, each sample's item is ranked among all items." in plain
     command = "evaluate", "run.toml", "--checkpoint", "out", "--step", "best", "--retrieval", "--at", "5"
     text = persia(*command, "--leave-out", "history", "--json", "found.json")
     assert f"retrieval at step {result['best_step']}" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,6 +109,8 @@ def evaluate(
     else:
         out.print_metrics(f"evaluation at step {trainer.global_step:,}", result)
         record = out.metrics_record(result)
+        if result.binary and math.isnan(result.auc) and _has_towers(trainer):
+            say("Labels of one class have no AUC. With --retrieval, each sample's item is ranked among all items.")
     if json is not None:
         out.write_json(json, record)
 
@@ -121,6 +124,17 @@ def _check_options(others: dict[str, Any], retrieval: bool) -> None:
                 f"leave {name if retrieval else 'it'} out{'' if retrieval else ', or add --retrieval'}.",
                 field=name.removeprefix("--").replace("-", "_"),
             )
+
+
+def _has_towers(trainer: Trainer) -> bool:
+    """Returns whether the model can be evaluated with --retrieval."""
+    from persia.nn.item_catalogue import with_towers
+
+    try:
+        with_towers(trainer.model)
+    except ConfigError:
+        return False
+    return True
 
 
 def _items(trainer: Trainer, files: str | None) -> Iterator[Batch] | None:
