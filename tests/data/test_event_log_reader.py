@@ -125,6 +125,23 @@ def test_formats_give_the_same_samples(tmp_path):
         log(half)
 
 
+def test_csv_files_of_other_forms(tmp_path):
+    events = table([1, 2, 1, 2, 1], [5, 4, 3, 2, 1])
+    expected = rows_of(log(events))
+    write(tmp_path / "log.csv", events)
+    (tmp_path / "log.tsv").write_text((tmp_path / "log.csv").read_text().replace(",", "\t"))
+    with pytest.raises(DataError, match="separated by '\\\\t': set delimiter="):
+        rows_of(log(tmp_path / "log.tsv"))
+    assert rows_of(log(tmp_path / "log.tsv", delimiter="\t")) == expected
+    (tmp_path / "bare.csv").write_text((tmp_path / "log.csv").read_text().partition("\n")[2])
+    assert rows_of(log(tmp_path / "bare.csv", column_names=events.column_names)) == expected
+    for options in ({"delimiter": ";"}, {"column_names": ["who"]}):
+        with pytest.raises(ConfigError, match="are of CSV files"):
+            log(events, **options)
+    with pytest.raises(ConfigError, match="give a list of texts"):
+        log(tmp_path / "bare.csv", column_names="who")
+
+
 def test_the_owner_may_be_a_feature_and_columns_may_be_renamed():
     events = table(["a", "b", "a"], [1, 2, 3])
     schema = Schema(

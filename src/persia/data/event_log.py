@@ -14,7 +14,7 @@ from persia.checks import check_choice, check_flag, check_kind
 from persia.data.column_values import times_of_text
 from persia.data.files import File, expand
 from persia.data.from_arrow import ArrowSource, check_source
-from persia.data.from_csv import CSV_SUFFIXES, CsvSource
+from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.from_jsonl import JsonlSource
 from persia.data.from_parquet import PARQUET_SUFFIXES, ParquetSource
 from persia.data.histories import EventColumns, HistorySource, LeaveOneOut, check_history_options, events_of
@@ -54,6 +54,8 @@ def event_log(
     min_history: int = 0,
     leave_one_out: LeaveOneOut | None = None,
     newest_only: bool = False,
+    column_names: Sequence[str] | None = None,
+    delimiter: str = ",",
     **options: Unpack[ReaderOptions],
 ) -> StreamReader:
     """Reads a log of events, such as clicks with a user, an item and a time, into samples with histories.
@@ -81,6 +83,8 @@ def event_log(
         newest_only: whether only the newest of these becomes a sample, with the others in its history. With
             "train", that is a sample per owner, for models that predict the item after each event of a history, such
             as `NextItem` with `targets="all"`.
+        column_names: of CSV files, names of the columns; None reads them from the first line of each file.
+        delimiter: of CSV files, one character.
         **options: see `RowOptions` and `ColumnOptions`. `where` and `split` select the events that become samples;
             histories have all events. `labels={"chosen": "item is not None"}` gives each event the label 1.
 
@@ -107,7 +111,11 @@ def event_log(
     of_source = {_OWNER: owner, _TIME: time}
     options["rename"] = rename | {each.name: of_source[each.name] for each in own}
     item = next(iter(collected.values()))
-    log = _OwnLog(_source(source, conversion_of(events, **options)), owner, time, time_unit, rename.get(item, item))
+    if isinstance(column_names, str):
+        raise ConfigError(f"column_names = {column_names!r} is one text; give a list of texts.", field="column_names")
+    form = CsvFormat(delimiter, None if column_names is None else tuple(column_names))
+    rows = _source(source, conversion_of(events, **options), form)
+    log = _OwnLog(rows, owner, time, time_unit, rename.get(item, item))
     samples = HistorySource(schema, log, key, collected, min_history, leave_one_out, newest_only, ages)
     return StreamReader(schema, samples, order_of(batch_size, **options))
 
@@ -261,13 +269,23 @@ def _column(piece: Piece, name: str) -> Any:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
-def _source(source: Any, conversion: Conversion) -> LogSource:
+def _source(source: Any, conversion: Conversion, form: CsvFormat) -> LogSource:
     """Returns the source of the events.
 
     Raises:
-        ConfigError: files are of several formats, or of none that is known.
+        ConfigError: files are of several formats, or of none that is known; or options of CSV files are for others.
         DataError: there are no files, or the source is of no known kind.
     """
+    rows = _source_of_kind(source, conversion, form)
+    if not isinstance(rows, CsvSource) and form != CsvFormat():
+        raise ConfigError(
+            "column_names and delimiter are of CSV files, and the events are not in CSV files; leave them out.",
+            field="delimiter",
+        )
+    return rows
+
+
+def _source_of_kind(source: Any, conversion: Conversion, form: CsvFormat) -> LogSource:
     if not (isinstance(source, str | os.PathLike) or _is_list_of_paths(source)):
         check_source(source)
         return ArrowSource(source, conversion)
@@ -275,7 +293,7 @@ def _source(source: Any, conversion: Conversion) -> LogSource:
     if all(file.path.endswith(PARQUET_SUFFIXES) for file in files):
         return ParquetSource(files, conversion)
     if all(file.path.endswith(CSV_SUFFIXES) for file in files):
-        return CsvSource(files, conversion)
+        return CsvSource(files, conversion, form)
     if all(file.path.endswith(JSONL_SUFFIXES) for file in files):
         return JsonlSource(files, conversion)
     raise ConfigError(
