@@ -128,6 +128,7 @@ REFUSED = [
     ("GET", "/predict", {}, b"", 405, "does not accept GET"),
     ("DELETE", "/health", {}, b"", 405, "does not accept DELETE"),
     ("GET", "/x", {}, b"", 404, "there are /docs, /embeddings"),
+    ("POST", "/retrieve", TYPE, b"{}", 404, "/rank. Start `persia serve` with --retrieve or --items for it."),
 ]
 
 

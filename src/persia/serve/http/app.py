@@ -25,7 +25,7 @@ from persia.serve.http.codecs.codec import JSON, Codec
 from persia.serve.http.codecs.messages import MessageCodec
 from persia.serve.http.conversion import ConversionThread
 from persia.serve.http.daemon import in_daemon_thread
-from persia.serve.http.item_search import ItemSearch
+from persia.serve.http.item_search import NEEDED, ItemSearch
 from persia.serve.http.lag import Lag
 from persia.serve.http.limits import ServeLimits
 from persia.serve.http.openapi import openapi
@@ -494,7 +494,7 @@ def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = ", ".join(sorted(request.app.state.server.routes))
     message = {
-        404: f"There is no {request.url.path[:200]!r}; there are {known}.",
+        404: f"There is no {request.url.path[:200]!r}; there are {known}.{NEEDED.get(request.url.path, '')}",
         405: f"{request.url.path} does not accept {request.method[:20]}; see the header Allow, and /docs.",
     }.get(error.status_code, str(error.detail))
     return problem_response(error.status_code, "Refused", message, headers=dict(error.headers or {}))

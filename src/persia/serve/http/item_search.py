@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from persia.serve.http.codecs.messages import MessageCodec
     from persia.serve.retriever import Retriever, RetrieverState
 
-__all__ = ["ItemSearch"]
+__all__ = ["NEEDED", "ItemSearch"]
 
 LOG = get_logger("persia.serve")
+
+NEEDED = {"/retrieve": " Start `persia serve` with --retrieve or --items for it."}
+"""What a server lacks that does not have a path."""
 
 
 class ItemSearch:
