@@ -7,6 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from persia.cli.earlier_run import Command
+from persia.cli.train import _next_commands
 from persia.serve import Predictor, Retriever
 from support.command import persia
 
@@ -95,3 +97,8 @@ def test_parts_of_a_log(tmp_path, monkeypatch):
     assert f"the items of {USERS} samples" in persia(*command, *test, "--json", "found.json")
     refused = persia(*command, "--set", "eval_data.options={}", ok=False)  # Would evaluate the training data, too.
     assert "Set eval_data.options.leave_one_out to 'validation' or 'test'" in refused
+
+
+def test_a_server_of_a_class_of_ones_own_imports_it():
+    _, (_, serve) = _next_commands("retrieval_hr@10", Command("run.toml", None), "s3://runs/a/", "model:Model")
+    assert serve == "persia serve s3://runs/a/changes --retrieve --import model"

@@ -207,7 +207,7 @@ def _train(
     if command.json is not None:
         out.write_json(command.json, out.fit_record(result))
     if result.best is not None and run.trainer.keeps_best:
-        purpose, lines = _next_commands(result.watched, command, out.near_path(directory))
+        purpose, lines = _next_commands(result.watched, command, out.near_path(directory), run.model.kind)
         best = f"step {result.best_step:,}, {result.watched} {result.best:.4f}"
         say(f"Best on held-out rows: {best}. {purpose}")
         for line in lines:
@@ -216,7 +216,7 @@ def _train(
         say(result.nothing_left or result.stopped_early)
 
 
-def _next_commands(watched: str, command: Command, directory: str) -> tuple[str, list[str]]:
+def _next_commands(watched: str, command: Command, directory: str, model: str) -> tuple[str, list[str]]:
     """Returns what the best checkpoint is for, and the commands that use it.
 
     A metric of retrieval ranks all rows of the item's table, and so do these commands.
@@ -224,7 +224,8 @@ def _next_commands(watched: str, command: Command, directory: str) -> tuple[str,
     if watched.startswith("retrieval_"):
         changes = f"{directory.rstrip('/')}/changes"
         publish = ["checkpoint", "publish", directory, "--step", "best", "--output", changes]
-        serve = ["serve", changes, "--retrieve"]
+        module, own, _ = model.partition(":")
+        serve = ["serve", changes, "--retrieve", *(["--import", module] if own else [])]
         return "To find items with it:", [command_line(words, [], None) for words in (publish, serve)]
     predict = ["predict", command.config, "--checkpoint", directory, "--step", "best", "--output", "predictions.csv"]
     return "To predict with it:", [command_line(predict, list(command.overrides or []), None)]
