@@ -6,10 +6,11 @@ import torch
 
 from persia.errors import ConfigError
 from persia.nn.models import HSTU, SASRec
+from persia.nn.models.history import SharedNegatives
 from persia.nn.models.hstu import AGE_BUCKETS
 from persia.nn.pooling import SequenceEmbedding
 from persia.nn.ranking import RankingModel
-from persia.schema import DenseFeature, IdFeature, Schema
+from persia.schema import DenseFeature, IdFeature, Label, Schema
 from support.histories import (
     LENGTH,
     PAIRS,
@@ -57,6 +58,12 @@ def bucket(seconds):
     return 0 if seconds <= 1 else min(int(np.log(seconds) / 0.301), AGE_BUCKETS - 1)
 
 
+def of_candidate(state, candidate, others):
+    """Loss of predicting the candidate among the candidates and events of other samples."""
+    scores = np.array([state @ item for item in (candidate, *others)])
+    return np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[0]
+
+
 def layer_of(numbers, name, x, heads, ages):
     """One layer on a history and a candidate, `[events + 1, width]`; each attends by the time of the one after it."""
     projected = silu(numbers.linear(f"{name}.inputs", layer_norm(numbers, f"{name}.norm", x)))
@@ -83,9 +90,9 @@ def test_values_are_those_of_loops_over_events(timed, heads, newest_first):
     dense, embeddings = timed_inputs(schema) if timed else made_inputs(schema)
     numbers = Numbers(model, dense, embeddings)
     expected, extra = [], 0.0
-    for row in range(len(dense)):
-        events = events_of(numbers, row, newest_first)
-        candidate = np.concatenate([numbers.pooled["item"][row], numbers.pooled["shop"][row]])
+    histories = [events_of(numbers, row, newest_first) for row in range(len(dense))]
+    candidates = np.concatenate([numbers.pooled["item"], numbers.pooled["shop"]], 1)
+    for row, (events, candidate) in enumerate(zip(histories, candidates, strict=True)):
         ages = None
         if timed:
             ages = numbers.dense[row, AGES][: len(events)]
@@ -99,14 +106,73 @@ def test_values_are_those_of_loops_over_events(timed, heads, newest_first):
         logit = numbers.mlp("deep", np.concatenate([x[-1], *pooled, others]))
         if len(events):
             logit = logit + numbers.of["match"] * (states[-1] @ candidate)
+            others = [item for other in (candidates, *histories) for item in other]
+            own = [candidate.tolist(), *map(list, events)]
+            others = [item for item in others if item.tolist() not in own]
+            extra += 0.5 * of_candidate(states[-1], candidate, others) / len(dense)  # All labels are 1.
         expected.append(logit)
-        negatives = events_of(numbers, (row - len(dense) // 2) % len(dense), newest_first)
+        negatives = histories[(row - len(dense) // 2) % len(dense)]
         extra += predicted(states, events, negatives) / len(dense)
     found, loss = outcome(model, dense, embeddings)
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-3, atol=1e-4)
     bce = np.mean(np.log1p(np.exp(-np.array(expected))))
     assert loss.item() == pytest.approx(bce + 0.5 * extra, rel=1e-4)
     assert isinstance(model.eval()(dense, embeddings), torch.Tensor)
+
+
+def trained_output():
+    """A network in training, what it returns for a batch, and the embeddings of this batch."""
+    schema = history_schema()
+    model = HSTU(schema, history=PAIRS[:1], hidden=())
+    dense, embeddings = made_inputs(schema)
+    return model, model(dense, embeddings), embeddings
+
+
+def test_a_candidate_that_was_not_chosen_follows_nothing():
+    model, output, _ = trained_output()
+    labels = torch.zeros(len(output.logits), 1)
+    without = output._replace(extra=output.extra._replace(of_candidate=None))
+    assert model.loss(output.logits, labels, output.extra) == model.loss(output.logits, labels, without.extra)
+    labels[2] = 1
+    more = model.loss(output.logits, labels, output.extra) - model.loss(output.logits, labels, without.extra)
+    assert more.item() == pytest.approx(0.5 * output.extra.of_candidate[2].item() / len(labels), rel=1e-4)
+
+
+def test_a_candidate_without_a_history_follows_nothing():
+    _, output, embeddings = trained_output()
+    present = embeddings["items"].mask[:, 0]
+    assert not present.all()
+    assert (output.extra.of_candidate > 0).tolist() == present.tolist()
+
+
+def test_predicting_the_candidate_moves_no_row_that_it_is_compared_with():
+    _, output, embeddings = trained_output()
+    output.extra.of_candidate.sum().backward()
+    assert embeddings["item"].grad is None or not embeddings["item"].grad.any()
+    assert embeddings["items"].values.grad.any()  # By the newest output.
+
+
+def test_the_first_binary_label_says_whether_the_candidate_was_chosen():
+    schema = history_schema()
+    several = Schema(
+        schema.id_features, dense_features=["d0"], labels=[Label("seconds", kind="regression"), "click", "buy"]
+    )
+    assert HSTU(several)._chosen == 1
+    none = Schema(schema.id_features, dense_features=["d0"], labels=[Label("seconds", kind="regression")])
+    model = HSTU(none)
+    dense, embeddings = made_inputs(none)
+    assert model(dense, embeddings).extra.of_candidate is None
+
+
+def test_a_large_batch_has_a_limited_number_of_negatives():
+    numbers = torch.arange(1_000)
+    negatives = SharedNegatives(torch.randn(1_000, 2), None, numbers)
+    assert negatives.thinned(128).samples.tolist() == list(range(0, 1_000, 8))
+    assert negatives.thinned(2_000).samples.tolist() == numbers.tolist()
+    more = SharedNegatives(torch.randn(3, 2), torch.tensor([True, False, True]), torch.tensor([0, 0, 1]))
+    joined = negatives.joined(more)
+    assert joined.present.tolist() == 1_000 * [True] + [True, False, True]
+    assert joined.excluded(torch.ones(1, 2), torch.tensor([1])).nonzero()[:, 1].tolist() == [1, 1_001, 1_002]
 
 
 def test_samples_are_grouped_on_a_cpu_as_they_are_padded_elsewhere():

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from persia.checks import check_flag, check_integer
 from persia.errors import ConfigError
-from persia.nn.models.layers import feature_dims, feature_names, feature_pairs, pooled
+from persia.nn.models.event_layout import present_places
+from persia.nn.models.layers import feature_dims, feature_names, feature_pairs, pooled, same_rows
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import IdFeature, Schema
 
@@ -19,11 +20,13 @@ __all__ = [
     "Events",
     "HistoryInput",
     "NegativeEvents",
+    "SharedNegatives",
     "check_heads",
     "check_negatives",
     "last_of",
     "masked_softmax",
     "next_item_loss",
+    "sampled_softmax",
 ]
 
 
@@ -231,6 +234,66 @@ class NegativeEvents:
         return values, mask & events.mask & (values != events.values).any(2)
 
 
+class SharedNegatives(NamedTuple):
+    """Items that did not follow, for all predictions of a batch.
+
+    Attributes:
+        values: `[n, width]`.
+        present: bool `[n]`: where there is one; None if there is one everywhere.
+        samples: number of the sample of the batch whose item each is, int64 `[n]`; None if they are of no sample.
+    """
+
+    values: Tensor
+    present: Tensor | None
+    samples: Tensor | None
+
+    def excluded(self, follows: Tensor, samples: Tensor) -> Tensor:
+        """Returns which negatives do not count for which prediction, bool `[predictions, n]`.
+
+        Those with the row of the item that followed, and the item of the same sample: what the user chose later is no
+        negative of what the user chose before.
+
+        Args:
+            follows: what is predicted, `[predictions, width]`.
+            samples: number of the sample of each, int64 `[predictions]`.
+        """
+        excluded = same_rows(follows.detach(), self.values.detach())
+        if self.present is not None:
+            excluded = excluded | ~self.present
+        if self.samples is not None:
+            excluded = excluded | (samples.unsqueeze(1) == self.samples)
+        return excluded
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor, samples: Tensor | None) -> SharedNegatives:
+        """Returns the items of sequences.
+
+        Args:
+            values: `[batch, length, width]`.
+            mask: bool `[batch, length]`: where there is one.
+            samples: number of each sample, int64 `[batch]`, if its own are no negatives of its predictions.
+        """
+        place, present = present_places(mask)
+        if samples is not None:
+            samples = samples.unsqueeze(1).expand(mask.shape).flatten()[place]
+        return cls(values.flatten(0, 1)[place], present, samples)
+
+    def joined(self, others: SharedNegatives) -> SharedNegatives:
+        """Returns these, which are all there and of samples, and others of samples."""
+        assert self.present is None
+        assert self.samples is not None
+        assert others.samples is not None
+        present = None if others.present is None else F.pad(others.present, (len(self.values), 0), value=True)
+        samples = torch.cat([self.samples, others.samples])
+        return SharedNegatives(torch.cat([self.values, others.values]), present, samples)
+
+    def thinned(self, most: int) -> SharedNegatives:
+        """Returns at most `most` of them, in equal steps."""
+        every = slice(None, None, -(-len(self.values) // most) or 1)
+        present, samples = (None if each is None else each[every] for each in (self.present, self.samples))
+        return SharedNegatives(self.values[every], present, samples)
+
+
 def check_negatives(
     schema: Schema, pairs: Sequence[tuple[str, str]], names: Sequence[str], *, aligned: bool = True
 ) -> None:
@@ -306,6 +369,18 @@ def next_item_loss(states: Tensor, events: Events, negatives: tuple[Tensor, Tens
     other = (state * others[:, 1:].float()).sum(2)
     loss = F.softplus(-score) * follows + F.softplus(other) * differs
     return (loss.sum(1) / follows.sum(1).clamp(min=1)).mean()
+
+
+def sampled_softmax(positive: Tensor, scores: Tensor, excluded: Tensor) -> Tensor:
+    """Returns -log( exp(s+) / (exp(s+) + sum over j of exp(s_j)) ) of each prediction, `[predictions]`.
+
+    Args:
+        positive: scores s+ of what followed, `[predictions]`.
+        scores: of negatives j, `[predictions, n]`; overwritten.
+        excluded: which of them do not count, bool `[predictions, n]`.
+    """
+    scores = scores.masked_fill_(excluded, torch.finfo(scores.dtype).min)
+    return torch.logsumexp(torch.cat([positive.unsqueeze(1), scores], 1), 1) - positive
 
 
 def _pairs_of_tables(schema: Schema, without: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -12,9 +12,18 @@ from torch.nn import functional as F
 
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
-from persia.nn.losses import SchemaLoss
+from persia.nn.losses import SchemaLoss, weighted_mean
 from persia.nn.models.event_layout import EventLayout
-from persia.nn.models.history import Events, HistoryInput, NegativeEvents, check_heads, last_of, next_item_loss
+from persia.nn.models.history import (
+    Events,
+    HistoryInput,
+    NegativeEvents,
+    SharedNegatives,
+    check_heads,
+    last_of,
+    next_item_loss,
+    sampled_softmax,
+)
 from persia.nn.models.layers import feature_names, mlp, output_count
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
@@ -31,6 +40,12 @@ RECENCY = 0.5
 
 CONTENT = 0.02
 """Standard deviation of the first weights of queries and keys, as the authors' code has it."""
+
+NEGATIVES = 128
+"""Most items that the candidate competes with."""
+
+CANDIDATE = 0.5
+"""Weight of predicting the candidate, next to the mean over the history. More drowns what the history teaches first."""
 
 AGE_BUCKETS = 128
 AGE_BASE = 0.301
@@ -53,8 +68,9 @@ class HSTU(nn.Module):
     The logit is a perceptron's output on the candidate's output and the other features, plus the dot product of the
     candidate's embedding and the newest event's normalised output, with a learned weight. In training, each event's
     normalised output also predicts the event after it by such a dot product, as the paper trains retrieval: a sample
-    then teaches as many predictions as it has events, and not one. Other un-pooled sequences enter as the mean over
-    their ids.
+    then teaches as many predictions as it has events, and not one. After the newest event comes the candidate, if the
+    user chose it: where the first binary label is 1, it competes in a softmax with up to 128 candidates and events of
+    the batch's other samples. Other un-pooled sequences enter as the mean over their ids.
 
     First values: SiLU(0) = 0, and `norm(a)` has the same length whatever the sum of the weights is. With the usual
     random values, the weights of all events are noise of one size, in which one event of n is 1 / n of the sum, and its
@@ -79,7 +95,8 @@ class HSTU(nn.Module):
             not read it. None leaves the bias of times out.
         negatives: un-pooled features of items that did not follow, as in `DIEN`. By default the items of another sample
             of the batch.
-        next_item: weight of the loss over all positions of the history, next to the loss of the labels; 0 for none.
+        next_item: weight of the loss of predicting the next event, next to the loss of the labels; 0 for none. It is
+            the mean over the positions of the history, plus half the loss of the candidate.
         layers: number of layers.
         heads: of the attention; divides the width of an event.
         hidden: widths of the deep network's hidden layers.
@@ -110,6 +127,7 @@ class HSTU(nn.Module):
         self.input.check_same_dim()
         self.negatives = NegativeEvents(schema, self.input, negatives)
         self._label_loss = SchemaLoss(schema)
+        self._chosen = next((column for column, label in enumerate(schema.targets) if label.kind == "binary"), None)
         self.next_item = plain(next_item)
         check_number("next_item", self.next_item, 0)
         self._ages = None if ages is None else ages_of(schema, ages, self.input.max_length)
@@ -121,7 +139,7 @@ class HSTU(nn.Module):
         self.deep = mlp(self.input.dim + self.input.others + dense, hidden, logits, dropout=dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
-        """Returns logits `[batch, outputs]`; in training with the loss over all positions, float32 `[]`.
+        """Returns logits `[batch, outputs]`; in training with the losses of the next event.
 
         Args:
             dense: dense features, `[batch, n]`.
@@ -139,18 +157,28 @@ class HSTU(nn.Module):
         logits = self._logits(state, newest, events.candidate, self.input.rest(embeddings), dense)
         if not (self.training and self.next_item):
             return logits
-        return ModelOutput(logits, next_item_loss(states, events, self.negatives.sample(embeddings, events)))
+        of_history = next_item_loss(states, events, self.negatives.sample(embeddings, events))
+        of_candidate = None if self._chosen is None else _candidate_losses(newest, events)
+        return ModelOutput(logits, _NextEvent(of_history, of_candidate))
 
-    def loss(self, logits: Tensor, targets: Targets | Tensor, extra: Tensor | None = None) -> Tensor:
-        """Returns the loss of the schema's labels, plus the weighted loss over all positions.
+    def loss(self, logits: Tensor, targets: Targets | Tensor, extra: _NextEvent | None = None) -> Tensor:
+        """Returns the loss of the schema's labels, plus the weighted loss of predicting the next event.
 
         Args:
             logits: `[batch, Schema.outputs]`.
             targets: of the batch; or labels `[batch, labels]`, if none is missing.
-            extra: the loss over all positions, if there is one.
+            extra: the losses of the next event, if there are any.
         """
         loss = self._label_loss(logits, targets, getattr(self, "task_weights", None))
-        return loss if extra is None else loss + self.next_item * extra
+        if extra is None:
+            return loss
+        next_event = extra.of_history
+        if self._chosen is not None and extra.of_candidate is not None:
+            targets = targets if isinstance(targets, Targets) else Targets(targets)
+            chosen = targets.labels[:, self._chosen] * extra.of_candidate
+            next_event = next_event + CANDIDATE * weighted_mean(chosen, targets.weights_of(self._chosen))
+        loss += self.next_item * next_event
+        return loss
 
     @property
     def user_features(self) -> tuple[str, ...]:
@@ -272,6 +300,19 @@ class HSTUEncoder(nn.Module):
             assert isinstance(layer, _Layer)
             x = layer.candidates(x, keys, values, past.mask, past.buckets)
         return x
+
+
+class _NextEvent(NamedTuple):
+    """Losses of predicting the next event.
+
+    Attributes:
+        of_history: mean over the positions of histories, float32 `[]`.
+        of_candidate: of each sample's candidate, float32 `[batch]`; 0 without a history. None if no label says whether
+            the user chose it.
+    """
+
+    of_history: Tensor
+    of_candidate: Tensor | None
 
 
 class _Past(NamedTuple):
@@ -416,6 +457,24 @@ def ages_of(schema: Schema, name: str, max_length: int) -> slice:
             field="ages",
         )
     return schema.dense_slices[name]
+
+
+def _candidate_losses(newest: Tensor, events: Events) -> Tensor:
+    """Returns the loss of predicting each candidate from the newest event's output, float32 `[batch]`.
+
+    No gradient reaches the rows that are compared: a batch has few candidates, and next to the positions of histories
+    their gradients are noise.
+    """
+    numbers = torch.arange(len(newest), device=newest.device)
+    negatives = SharedNegatives(events.candidate, None, numbers).thinned(NEGATIVES)
+    if (few := NEGATIVES - len(numbers)) > 0:
+        negatives = negatives.joined(SharedNegatives.of(events.values, events.mask, numbers).thinned(few))
+    with torch.autocast(newest.device.type, enabled=False):
+        state, candidate = newest.float(), events.candidate.detach().float()
+        scores = state @ negatives.values.detach().float().T
+        excluded = negatives.excluded(events.candidate, numbers)
+        losses = sampled_softmax((state * candidate).sum(1), scores, excluded)
+    return losses * events.mask[:, 0]
 
 
 def _bucket(times: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from persia.checks import check_choice, check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import weighted_mean
 from persia.nn.models.event_layout import EventLayout, layout_of, present_places
-from persia.nn.models.history import HistoryInput, check_negatives
+from persia.nn.models.history import HistoryInput, SharedNegatives, check_negatives, sampled_softmax
 from persia.nn.models.hstu import HSTUEncoder, ages_of
-from persia.nn.models.layers import feature_names, same_rows
+from persia.nn.models.layers import feature_names
 from persia.nn.models.sasrec import SelfAttentionEncoder
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
@@ -330,17 +330,12 @@ class NextItem(nn.Module):
             negatives: of the batch.
         """
         positive = self._scores(states, self._vectors(follows))
-        scores = self._scaled(states @ self._vectors(negatives.values).T)
-        excluded = same_rows(follows.detach(), negatives.values.detach())
-        if negatives.present is not None:
-            excluded = excluded | ~negatives.present
-        if self.negatives is None:  # What the user chose later is no negative of what the user chose before.
-            excluded = excluded | (sample.unsqueeze(1) == torch.arange(negatives.values.shape[0], device=sample.device))
+        scores = self._scaled(states @ self._vectors(negatives.shared.values).T)
+        excluded = negatives.shared.excluded(follows, sample)
         if log_q is not None:
             positive, scores = positive - log_q, scores - negatives.log_q
         if self.kind == "sampled_softmax":
-            scores = scores.masked_fill_(excluded, torch.finfo(scores.dtype).min)  # Nothing else uses them.
-            return torch.logsumexp(torch.cat([positive.unsqueeze(1), scores], 1), 1) - positive
+            return sampled_softmax(positive, scores, excluded)
         counts = ~excluded
         number, beta = counts.sum(1), 1.0 if self.item_count is None else self._beta(counts)
         losses: Tensor = (beta * F.softplus(-positive) + (F.softplus(scores) * counts).sum(1)) / (number + 1)
@@ -358,25 +353,23 @@ class NextItem(nn.Module):
         if self.negatives is None:
             if self._log_q:
                 log_q = dense[:, self._log_q["log_q"]].squeeze(1)
-            return _Negatives(item, None, log_q)
+            return _Negatives(SharedNegatives(item, None, torch.arange(len(item), device=item.device)), log_q)
         values, mask = self.input.aligned(embeddings, self.negatives, in_time_order=False)
         place, present = present_places(mask)  # Most samples may have fewer negatives than they have places.
         if self._log_q:
             log_q = dense[:, self._log_q["negatives_log_q"]].flatten()[place]
-        return _Negatives(values.flatten(0, 1)[place], present, log_q)
+        return _Negatives(SharedNegatives(values.flatten(0, 1)[place], present, None), log_q)
 
 
 class _Negatives(NamedTuple):
     """Negatives that the samples of a batch share.
 
     Attributes:
-        values: `[n, width]`.
-        present: bool `[n]`: where there is one; None if there is one everywhere.
+        shared: the negatives.
         log_q: `[n]`, or `[]` if scores are not corrected.
     """
 
-    values: Tensor
-    present: Tensor | None
+    shared: SharedNegatives
     log_q: Tensor
 
 
