@@ -3,11 +3,11 @@
     python -m benchmarks 'seq.*' [--preset smoke|laptop|full] [--json FILE]
 
 seq.chain.MODEL.KIND.LENGTH
-                   HR@1 among all items over the best possible, of the last of some epochs; mean over seeds. The next
-                   item is a function of the newest event (`first`), of the second newest (`second`), of the one five
-                   events ago, for each user another cycle (`periodic`), or of the one of a day ago, before 0 to 4 of
-                   the last minutes that mean nothing (`time`, on which SASRec, that reads no times, has no target).
-                   LENGTH is the number of events of each history.
+                   HR@1 among all items over that of the best possible answers to the same histories, of the last of
+                   some epochs; mean over seeds. The next item is a function of the newest event (`first`), of the
+                   second newest (`second`), of the one five events ago, for each user another cycle (`periodic`), or
+                   of the one of a day ago, before 0 to 4 of the last minutes that mean nothing (`time`, on which
+                   SASRec, that reads no times, has no target). LENGTH is the number of events of each history.
 seq.first_epoch.KIND.LENGTH
                    The same after the first epoch: HSTU's less SASRec's.
 seq.time.LENGTH    The same after the last epoch, where time matters: HSTU's less SASRec's.
@@ -34,7 +34,7 @@ LENGTHS = {"first": (1, 10, 100, 500), "second": (10, 100, 500), "periodic": (10
 SMOKE_LENGTH = 10
 """The longest of a smoke run: others take seconds."""
 LEAST = 0.9
-"""HR@1 over the best possible."""
+"""HR@1 over the best possible answers'."""
 AMOUNTS = {"smoke": Amount(100, 3, 50), "laptop": Amount(2_000, 300, 4_000), "full": Amount(20_000, 2_000, 20_000)}
 """Of sessions, for `seq.next_item`."""
 BEHIND = -0.1
@@ -43,7 +43,7 @@ BEHIND = -0.1
 
 @functools.cache
 def rates(model: str, kind: str, length: int, preset: str) -> list[list[float]]:
-    """Returns HR@1 over the best possible, of each seed after each epoch."""
+    """Returns HR@1 over the best possible answers', of each seed after each epoch."""
     return [hit_rates(model, kind, length, seed, SIZES[preset]) for seed in SEEDS[preset]]
 
 
