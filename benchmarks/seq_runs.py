@@ -186,7 +186,7 @@ def hit_rates(model: str, kind: str, length: int, seed: int, size: Size) -> list
     rates = []
     for _ in range(size.epochs):
         trainer.fit([_clicks(schema, part, rng) for part in train])
-        rates.append(_hit_rate(trainer, net, test) / (test.best == test.items[:, -1]).mean())
+        rates.append(_hit_rate(trainer, net, test) / float((test.best == test.items[:, -1]).mean()))
     return rates
 
 
