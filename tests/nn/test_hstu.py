@@ -6,7 +6,7 @@ import torch
 
 from persia.errors import ConfigError
 from persia.nn.models import HSTU, SASRec
-from persia.nn.models.history import SharedNegatives
+from persia.nn.models.history import BatchNegatives
 from persia.nn.models.hstu import AGE_BUCKETS
 from persia.nn.pooling import SequenceEmbedding
 from persia.nn.ranking import RankingModel
@@ -166,10 +166,10 @@ def test_the_first_binary_label_says_whether_the_candidate_was_chosen():
 
 def test_a_large_batch_has_a_limited_number_of_negatives():
     numbers = torch.arange(1_000)
-    negatives = SharedNegatives(torch.randn(1_000, 2), None, numbers)
+    negatives = BatchNegatives(torch.randn(1_000, 2), None, numbers)
     assert negatives.thinned(128).samples.tolist() == list(range(0, 1_000, 8))
     assert negatives.thinned(2_000).samples.tolist() == numbers.tolist()
-    more = SharedNegatives(torch.randn(3, 2), torch.tensor([True, False, True]), torch.tensor([0, 0, 1]))
+    more = BatchNegatives(torch.randn(3, 2), torch.tensor([True, False, True]), torch.tensor([0, 0, 1]))
     joined = negatives.joined(more)
     assert joined.present.tolist() == 1_000 * [True] + [True, False, True]
     assert joined.excluded(torch.ones(1, 2), torch.tensor([1])).nonzero()[:, 1].tolist() == [1, 1_001, 1_002]

@@ -17,10 +17,10 @@ from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import IdFeature, Schema
 
 __all__ = [
+    "BatchNegatives",
     "Events",
     "HistoryInput",
     "NegativeEvents",
-    "SharedNegatives",
     "check_heads",
     "check_negatives",
     "last_of",
@@ -234,7 +234,7 @@ class NegativeEvents:
         return values, mask & events.mask & (values != events.values).any(2)
 
 
-class SharedNegatives(NamedTuple):
+class BatchNegatives(NamedTuple):
     """Items that did not follow, for all predictions of a batch.
 
     Attributes:
@@ -265,7 +265,7 @@ class SharedNegatives(NamedTuple):
         return excluded
 
     @classmethod
-    def of(cls, values: Tensor, mask: Tensor, samples: Tensor | None) -> SharedNegatives:
+    def of(cls, values: Tensor, mask: Tensor, samples: Tensor | None) -> BatchNegatives:
         """Returns the items of sequences.
 
         Args:
@@ -278,20 +278,20 @@ class SharedNegatives(NamedTuple):
             samples = samples.unsqueeze(1).expand(mask.shape).flatten()[place]
         return cls(values.flatten(0, 1)[place], present, samples)
 
-    def joined(self, others: SharedNegatives) -> SharedNegatives:
+    def joined(self, others: BatchNegatives) -> BatchNegatives:
         """Returns these, which are all there and of samples, and others of samples."""
         assert self.present is None
         assert self.samples is not None
         assert others.samples is not None
         present = None if others.present is None else F.pad(others.present, (len(self.values), 0), value=True)
         samples = torch.cat([self.samples, others.samples])
-        return SharedNegatives(torch.cat([self.values, others.values]), present, samples)
+        return BatchNegatives(torch.cat([self.values, others.values]), present, samples)
 
-    def thinned(self, most: int) -> SharedNegatives:
+    def thinned(self, most: int) -> BatchNegatives:
         """Returns at most `most` of them, in equal steps."""
         every = slice(None, None, -(-len(self.values) // most) or 1)
         present, samples = (None if each is None else each[every] for each in (self.present, self.samples))
-        return SharedNegatives(self.values[every], present, samples)
+        return BatchNegatives(self.values[every], present, samples)
 
 
 def check_negatives(

@@ -15,10 +15,10 @@ from persia.errors import ConfigError
 from persia.nn.losses import SchemaLoss, weighted_mean
 from persia.nn.models.event_layout import EventLayout
 from persia.nn.models.history import (
+    BatchNegatives,
     Events,
     HistoryInput,
     NegativeEvents,
-    SharedNegatives,
     check_heads,
     last_of,
     next_item_loss,
@@ -466,9 +466,9 @@ def _candidate_losses(newest: Tensor, events: Events) -> Tensor:
     their gradients are noise.
     """
     numbers = torch.arange(len(newest), device=newest.device)
-    negatives = SharedNegatives(events.candidate, None, numbers).thinned(NEGATIVES)
+    negatives = BatchNegatives(events.candidate, None, numbers).thinned(NEGATIVES)
     if (few := NEGATIVES - len(numbers)) > 0:
-        negatives = negatives.joined(SharedNegatives.of(events.values, events.mask, numbers).thinned(few))
+        negatives = negatives.joined(BatchNegatives.of(events.values, events.mask, numbers).thinned(few))
     with torch.autocast(newest.device.type, enabled=False):
         state, candidate = newest.float(), events.candidate.detach().float()
         scores = state @ negatives.values.detach().float().T

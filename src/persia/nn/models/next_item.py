@@ -13,7 +13,7 @@ from persia.checks import check_choice, check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.losses import weighted_mean
 from persia.nn.models.event_layout import EventLayout, layout_of, present_places
-from persia.nn.models.history import HistoryInput, SharedNegatives, check_negatives, sampled_softmax
+from persia.nn.models.history import BatchNegatives, HistoryInput, check_negatives, sampled_softmax
 from persia.nn.models.hstu import HSTUEncoder, ages_of
 from persia.nn.models.layers import feature_names
 from persia.nn.models.sasrec import SelfAttentionEncoder
@@ -353,12 +353,12 @@ class NextItem(nn.Module):
         if self.negatives is None:
             if self._log_q:
                 log_q = dense[:, self._log_q["log_q"]].squeeze(1)
-            return _Negatives(SharedNegatives(item, None, torch.arange(len(item), device=item.device)), log_q)
+            return _Negatives(BatchNegatives(item, None, torch.arange(len(item), device=item.device)), log_q)
         values, mask = self.input.aligned(embeddings, self.negatives, in_time_order=False)
         place, present = present_places(mask)  # Most samples may have fewer negatives than they have places.
         if self._log_q:
             log_q = dense[:, self._log_q["negatives_log_q"]].flatten()[place]
-        return _Negatives(SharedNegatives(values.flatten(0, 1)[place], present, None), log_q)
+        return _Negatives(BatchNegatives(values.flatten(0, 1)[place], present, None), log_q)
 
 
 class _Negatives(NamedTuple):
@@ -369,7 +369,7 @@ class _Negatives(NamedTuple):
         log_q: `[n]`, or `[]` if scores are not corrected.
     """
 
-    shared: SharedNegatives
+    shared: BatchNegatives
     log_q: Tensor
 
 
