@@ -27,6 +27,7 @@ from persia.optim import Adagrad, Adam
 from persia.ps import EmbeddingServer
 from persia.trainer import checkpointing as saving
 from persia.trainer import loading
+from persia.trainer.retrieval_evaluation import RetrievalEvaluator
 from persia.types import BucketMap
 from support import moved_rows
 from support.several_ps import Several
@@ -582,6 +583,9 @@ def test_a_driver_saves_and_loads_while_rows_are_kept(tmp_path, monkeypatch):
     second.load(str(tmp_path))
     second.load_rows(str(tmp_path))
     assert (seen, kept) == ([[True]] * 4, [])
+    monkeypatch.setattr(RetrievalEvaluator, "evaluate", lambda *given: seen.append(list(kept)))
+    second.evaluate_retrieval([])  # It reads the ids of all rows.
+    assert (seen, kept) == ([[True]] * 5, [])
 
 
 def test_a_ps_that_gets_another_map_before_it_reads_its_rows_says_so(tmp_path, monkeypatch):

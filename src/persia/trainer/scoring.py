@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from persia.checks import MAX_STEPS, check_integer, plain
 from persia.metrics import Answers, MetricsResult, RetrievalFigures, answers_of
 from persia.nn.output import are_log_odds
 from persia.schema import Schema
+from persia.services import Cluster, ProcessCluster
 from persia.telemetry.importance import Importance
 from persia.telemetry.logs import get_logger
 from persia.telemetry.run_record import record_importance
@@ -30,6 +32,7 @@ class Scoring:
 
     schema: Schema
     model: torch.nn.Module
+    cluster: Cluster | None
     _components: Components
 
     def evaluate(
@@ -101,7 +104,8 @@ class Scoring:
             DataError: a batch does not fit the schema, no sample counts, or no item has a row.
             DivergedError: a vector is not finite.
         """
-        return self._components.retrieval.evaluate(data, items, RetrievalOptions(key, at, leave_out))
+        with self._rows_kept():
+            return self._components.retrieval.evaluate(data, items, RetrievalOptions(key, at, leave_out))
 
     def importance(
         self,
@@ -170,3 +174,7 @@ class Scoring:
     def answers(self) -> Answers:
         """The columns of the answers of `predict`: label, kind, unit and classes of each."""
         return answers_of(self.schema, log_odds=are_log_odds(self.model))
+
+    def _rows_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which no rows move to other PSs, if other processes train."""
+        return self.cluster.keeping_rows() if isinstance(self.cluster, ProcessCluster) else contextlib.nullcontext()

@@ -473,10 +473,6 @@ class Trainer(Scoring):
         servers = self.embeddings.connection.servers
         return driver.Driver(cluster, make, self.step, self.state, servers, self.declared, self._stored_calls)
 
-    def _rows_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which no rows move to other PSs, if other processes train."""
-        return self.cluster.keeping_rows() if isinstance(self.cluster, ProcessCluster) else contextlib.nullcontext()
-
     def _goes_on(self, method: str) -> bool:
         """Returns whether the run goes on after the death of a driver, with rows newer than those of a checkpoint."""
         left = self._stored_calls.left if self._stored_calls is not None else None
