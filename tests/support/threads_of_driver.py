@@ -76,9 +76,12 @@ class ThreadsOfDriver:
             if keep is not None:
                 keep(point)
 
-        outcomes = self.threads.outcomes(
-            lambda member: copy.deepcopy(function, {id(self): _Member(self, member, save)})()
-        )
+        # Not in the threads: with CPython 3.11 two threads that copy one object at the same time may corrupt memory. A
+        # collection while an object gets its `__dict__` lets another thread make a second dict of the same values
+        # (python/cpython#97922; since 3.12 collections run between bytecodes).
+        members = [_Member(self, self.threads.member(rank), save) for rank in range(self.threads.nn_workers)]
+        work = [copy.deepcopy(function, {id(self): member}) for member in members]
+        outcomes = self.threads.outcomes(lambda member: work[member.rank]())
         results = {rank: outcome for rank, outcome in enumerate(outcomes) if not isinstance(outcome, BaseException)}
         if (dead := self._died) and len(results) + len(dead) == self.threads.nn_workers:
             self._died = []

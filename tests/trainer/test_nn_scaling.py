@@ -1,5 +1,6 @@
 """NN workers join and leave between two phases: every batch is trained once, and nothing that trains is lost."""
 
+import threading
 from fractions import Fraction
 
 import numpy as np
@@ -225,3 +226,21 @@ def test_an_error_that_is_no_death_is_raised():
 
     with pytest.raises(RuntimeError, match="the disk"):
         make_trainer(ThreadsOfDriver(2), Sync()).fit(Failing(pause=0.0), max_steps=50)
+
+
+def test_no_two_threads_copy_the_work_at_the_same_time():
+    """Otherwise a collection in between may corrupt memory with CPython 3.11; see `ThreadsOfDriver.attempt`."""
+
+    copied_by = set()
+
+    class Work:
+        def __deepcopy__(self, _):
+            copied_by.add(threading.get_ident())
+            return Work()
+
+        def __call__(self):
+            pass
+
+    cluster = ThreadsOfDriver(2)
+    assert set(cluster.attempt(Work(), halting=None).results) == {0, 1}
+    assert copied_by == {threading.get_ident()}
