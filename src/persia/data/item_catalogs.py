@@ -184,6 +184,7 @@ class ItemDraws:
         self._counts = catalog.counts
         self._by = by
         self._power = power
+        vars(self)  # Here, as two threads that make it corrupt memory with CPython 3.11 (python/cpython#97922).
 
     def draw(self, rng: np.random.Generator, count: int) -> Int64Array:
         """Returns the positions of drawn items in the catalog, int64 `[count]`."""

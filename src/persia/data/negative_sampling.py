@@ -171,6 +171,7 @@ class NegativeSampling(SampledReader):
             )
         if self.catalog is not None:
             check_catalog(self.catalog, self.features, self.by)
+        vars(self)  # Here, as two threads that make it corrupt memory with CPython 3.11 (python/cpython#97922).
 
     def added(self, batch: Batch, rng: np.random.Generator, number: int) -> Batch:
         """Returns a batch with negatives; see `SampledReader.added`."""

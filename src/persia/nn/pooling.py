@@ -69,6 +69,7 @@ class Expander:
         self._pool = batching.ThreadPool(threads or torch.get_num_threads())
         self._scratch = batching.Scratch()
         self._of_pooled: dict[tuple[str, ...], Expander] = {}
+        vars(self)  # Here, as two threads that make it corrupt memory with CPython 3.11 (python/cpython#97922).
 
     def of_pooled(self, tables: Collection[str]) -> Expander:
         """Returns an expander for batches that have the values of the features of some tables in place of their rows.

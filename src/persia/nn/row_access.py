@@ -50,6 +50,7 @@ class RowAccess:
         self._schema = schema
         self._tables = schema.resolved_tables()
         self._servers = servers
+        vars(self)  # Here, as two threads that make it corrupt memory with CPython 3.11 (python/cpython#97922).
 
     @functools.cached_property
     def _buckets(self) -> BucketMap:

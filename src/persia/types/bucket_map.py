@@ -52,6 +52,7 @@ class BucketMap(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tr
             before, total = server, total + count
         if total != BUCKETS:
             raise ConfigError(f"A bucket map has {total} buckets; expected {BUCKETS}.", field="runs")
+        vars(self)  # Here, as two threads that make it corrupt memory with CPython 3.11 (python/cpython#97922).
 
     @classmethod
     def even(cls, servers: int) -> BucketMap:
