@@ -174,6 +174,15 @@ def test_a_new_generation_voids_what_the_old_one_had_under_way(threads):
     assert [[h.generation for h in step] for step in applied] == [[2, 2]]
 
 
+def test_a_late_push_of_an_nn_worker_that_the_generation_lacks_is_stale():
+    """It is no error of the numbers of NN workers: a survivor of a death may send it, and continues."""
+    fewer = StepBarrier(range(2), TIMEOUT, hold_until_full, lambda pushes: {}, applied=(2, 6))
+    with pytest.raises(StalePushError, match="generation 1 of the NN workers arrived after generation 2"):
+        fewer.push(7, ArrivedPush(header(2), {}))
+    with pytest.raises(StoreError, match=r"a step has the NN workers \[0, 1\]"):
+        fewer.push(7, ArrivedPush(header(2, generation=2), {}))
+
+
 def test_a_step_being_applied_at_a_restart_is_of_the_old_workers(threads):
     goes_on, applied = threading.Event(), []
 

@@ -158,6 +158,8 @@ class StepBarrier:
             StalePushError: the generation is over, or the NN worker has skipped a step or restarted.
         """
         header = arrived.header
+        with self._lock:  # First: an earlier generation may have had NN workers that this one lacks.
+            self._refuse_earlier(header.generation)
         if header.rank not in self._ranks or not 0 <= header.part < header.parts or header.rows < 0:
             raise StoreError(
                 f"Invalid push of NN worker {header.rank}, part {header.part} of {header.parts}, rows "
@@ -190,15 +192,18 @@ class StepBarrier:
 
     def _enter(self, generation: int, step: int) -> None:
         """Starts a later generation of NN workers at a step; refuses an earlier generation."""
+        self._refuse_earlier(generation)
+        if generation > self._generation:
+            self._restart(generation, step)
+            self._offsets = dict.fromkeys(self._ranks, step - 1)  # All begin at the same step.
+
+    def _refuse_earlier(self, generation: int) -> None:
         if generation < self._generation:
             raise StalePushError(
                 f"A push of generation {generation} of the NN workers arrived after generation {self._generation} had "
                 "started. It is not applied.",
                 generation=generation,
             )
-        if generation > self._generation:
-            self._restart(generation, step)
-            self._offsets = dict.fromkeys(self._ranks, step - 1)  # All begin at the same step.
 
     def _restart(self, generation: int, step: int) -> None:
         for open_ in self._open.values():
