@@ -82,7 +82,13 @@ class ThreadsOfDriver:
         members = [_Member(self, self.threads.member(rank), save) for rank in range(self.threads.nn_workers)]
         work = [copy.deepcopy(function, {id(self): member}) for member in members]
         outcomes = self.threads.outcomes(lambda member: work[member.rank]())
-        results = {rank: outcome for rank, outcome in enumerate(outcomes) if not isinstance(outcome, BaseException)}
+        # The thread of one that has died goes on until it meets an error, and may take it for that of another's death.
+        gone = {death.fields["rank"] for death in self._died}
+        results = {
+            rank: outcome
+            for rank, outcome in enumerate(outcomes)
+            if rank not in gone and not isinstance(outcome, BaseException)
+        }
         if (dead := self._died) and len(results) + len(dead) == self.threads.nn_workers:
             self._died = []
             self.renew(len(results))
