@@ -125,7 +125,7 @@ TOPICS = {
         Row("hosts.scaling", "4 NN workers over 1 on these hosts, all on two cores"),
     ),
     "chains": (
-        Row("seq.chain.hstu.*", "HR@1 of `HSTU` over that of the best possible answers"),
+        Row("seq.chain.hstu.*", "HR@1 of `HSTU` divided by that of the best possible answers"),
         Row("seq.chain.sasrec.[!t]*", "the same of `SASRec`, without chains of times, which it does not read"),
         Row("seq.first_epoch.*", "`HSTU` less `SASRec` after the first epoch"),
         Row("seq.time.*", "the same after the last epoch, where the next item follows the event of a day ago"),

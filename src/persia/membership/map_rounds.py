@@ -99,8 +99,10 @@ class MapRounds:
         self._tried = False
         """Whether checkpoints follow each other so fast that no donor's pass is awaited between them any more."""
         self._cancels = True
-        """Whether PSs may still make copies for a map that is not wanted any more: at first those of an earlier
-        generation."""
+        """Whether PSs may still make copies for a map that is not wanted any more.
+
+        At first they may: copies that an earlier generation began.
+        """
         self._not_before = 0.0
         self._given_up = 0
         """Number of times that moves to the next map were given up."""

@@ -196,7 +196,7 @@ class ProcessCluster(Cluster, Protocol):
         """
 
     def owning_servers(self, ranks: Sequence[int]) -> list[int]:
-        """Returns those of these embedding PSs that own rows: the others join or leave."""
+        """Returns the ranks of those PSs that own rows. A PS that joins or leaves may own none."""
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
         """Replaces embedding PSs that have died permanently with empty ones, on any node with free resources.

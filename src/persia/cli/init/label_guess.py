@@ -117,7 +117,7 @@ def guess_label(sample: Sample, values: dict[str, ColumnValues]) -> list[LabelGu
 
 
 def _of_events(sample: Sample, values: dict[str, ColumnValues]) -> str:
-    """Returns how to train on a log of events, which has no label; empty if the columns are not those of events."""
+    """Returns advice for a log of events, which has no label; empty if the columns do not look like such a log."""
     roles = {name: guess_column(name, of, csv=sample.kind == "csv").role for name, of in values.items()}
     ids = [name for name, role in roles.items() if role == "id"]
     time = next((name for name, role in roles.items() if role == "time"), None)

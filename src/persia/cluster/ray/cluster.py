@@ -195,13 +195,13 @@ class Ray:
     def keeping_rows(self) -> Iterator[None]:
         """Keeps rows in place, between two runs; see `persia.services.ProcessCluster`."""
         with self.fitting():
-            # Without the coordinator rows can still be saved; what reads them checks that the PSs are those of the map.
+            # Rows can be saved without the coordinator, too: reading them checks the number of PSs against their map.
             with contextlib.suppress(PersiaError):
                 self._follow_map()
             yield
 
     def owning_servers(self, ranks: Sequence[int]) -> list[int]:
-        """Returns those of these embedding PSs that the bucket map has."""
+        """Returns the ranks of those PSs that own rows; see `persia.services.ProcessCluster`."""
         servers = self.buckets.servers
         return [rank for rank in ranks if rank < servers]
 

@@ -265,17 +265,16 @@ class BatchNegatives(NamedTuple):
         return excluded
 
     @classmethod
-    def of(cls, values: Tensor, mask: Tensor, samples: Tensor | None) -> BatchNegatives:
+    def of(cls, values: Tensor, mask: Tensor, numbers: Tensor) -> BatchNegatives:
         """Returns the items of sequences.
 
         Args:
             values: `[batch, length, width]`.
             mask: bool `[batch, length]`: where there is one.
-            samples: number of each sample, int64 `[batch]`, if its own are no negatives of its predictions.
+            numbers: number of each sample, int64 `[batch]`.
         """
         place, present = present_places(mask)
-        if samples is not None:
-            samples = samples.unsqueeze(1).expand(mask.shape).flatten()[place]
+        samples = numbers.unsqueeze(1).expand(mask.shape).flatten()[place]
         return cls(values.flatten(0, 1)[place], present, samples)
 
     def joined(self, others: BatchNegatives) -> BatchNegatives:

@@ -22,7 +22,7 @@ __all__ = ["NEEDED", "ItemSearch"]
 LOG = get_logger("persia.serve")
 
 NEEDED = {"/retrieve": " Start `persia serve` with --retrieve or --items for it."}
-"""What a server lacks that does not have a path."""
+"""Hint for a request to a path that this server does not serve, by path."""
 
 
 class ItemSearch:
