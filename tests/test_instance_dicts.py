@@ -18,7 +18,7 @@ from persia.nn.row_access import RowAccess
 from persia.schema import IdFeature, Schema
 from persia.types import BucketMap
 
-pytestmark = pytest.mark.skipif(sys.version_info >= (3, 12), reason="CPython 3.12 and later collect garbage between bytecodes only")
+pytestmark = pytest.mark.skipif(sys.version_info >= (3, 12), reason="of CPython before 3.12 only")
 
 SCHEMA = Schema([IdFeature("item", dim=4)], labels=["click"])
 
