@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from persia.errors import ConfigError
-from persia.nn.models import HSTU, SASRec
+from persia.nn.models import HSTU, SASRec, hstu_encoder
 from persia.nn.models.history import BatchNegatives
-from persia.nn.models.hstu import AGE_BUCKETS
+from persia.nn.models.hstu_encoder import AGE_BUCKETS
 from persia.nn.pooling import SequenceEmbedding
 from persia.nn.ranking import RankingModel
 from persia.schema import DenseFeature, IdFeature, Label, Schema
@@ -81,9 +81,10 @@ def layer_of(numbers, name, x, heads, ages):
 
 
 @pytest.mark.parametrize("timed", [False, True])
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(("heads", "block"), [(1, hstu_encoder.BLOCK), (1, 2), (3, hstu_encoder.BLOCK), (3, 2)])
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_values_are_those_of_loops_over_events(timed, heads, newest_first):
+def test_values_are_those_of_loops_over_events(timed, heads, block, newest_first, monkeypatch):
+    monkeypatch.setattr(hstu_encoder, "BLOCK", block)  # Events that attend in one call.
     schema = timed_schema() if timed else history_schema()
     options = {"ages": "ages"} if timed else {}
     model = moved(HSTU(schema, newest_first=newest_first, heads=heads, hidden=(8,), next_item=0.5, **options))

@@ -14,7 +14,8 @@ from persia.errors import ConfigError
 from persia.nn.losses import weighted_mean
 from persia.nn.models.event_layout import EventLayout, layout_of, present_places
 from persia.nn.models.history import BatchNegatives, HistoryInput, check_negatives, sampled_softmax
-from persia.nn.models.hstu import HSTUEncoder, ages_of
+from persia.nn.models.hstu import ages_of
+from persia.nn.models.hstu_encoder import HSTUEncoder
 from persia.nn.models.layers import feature_names
 from persia.nn.models.sasrec import SelfAttentionEncoder
 from persia.nn.output import ModelOutput
