@@ -29,6 +29,8 @@ DAY = 86_400.0
 LONGEST_VISIT = 4
 RATES = (Adagrad(lr=0.1), 0.01)
 """Of rows, and of Adam on the network."""
+LONG, NEXT_ITEM = 500, 5.0
+"""HSTU's weight of what long histories teach: the gradients of 32 labels are noise next to those of 16,000 events."""
 
 Items = NDArray[np.int64]
 
@@ -53,8 +55,7 @@ class Size(NamedTuple):
     Attributes:
         epochs: number of passes.
         steps: batches of a pass.
-        histories: number of histories of a batch of up to 100 events each; up to 10, it has twice as many. Longer ones
-            are fewer, so that a batch has as many events.
+        histories: number of histories of a batch; of histories of up to 10 events, it has twice as many.
         tested: number of histories that are ranked after each pass.
     """
 
@@ -65,7 +66,7 @@ class Size(NamedTuple):
 
     def batch_size(self, length: int) -> int:
         """Returns the number of histories of a batch."""
-        return self.histories * 2 if length <= 10 else max(1, self.histories * 100 // max(length, 100))
+        return self.histories * 2 if length <= 10 else self.histories
 
 
 def _after(items: Items, rule: Items, kept: NDArray[np.bool_], lag: int) -> Items:
@@ -152,7 +153,7 @@ def network(model: str, length: int) -> torch.nn.Module:
     schema = schema_of(length)
     if model == "sasrec":
         return models.SASRec(schema)
-    return models.HSTU(schema, ages="ages", hidden=(64, 32))
+    return models.HSTU(schema, ages="ages", hidden=(64, 32), next_item=NEXT_ITEM if length >= LONG else 1.0)
 
 
 def hit_rates(model: str, kind: str, length: int, seed: int, size: Size) -> list[float]:
