@@ -83,16 +83,20 @@ def call(make: Callable[..., T], options: Mapping[str, Any], where: str, *positi
         *positional: further arguments, before the options.
 
     Raises:
-        ConfigError: an option is unknown or invalid; the message lists the valid names.
+        ConfigError: an option is unknown, missing or invalid; the message has the valid names.
     """
+    parameters = inspect.signature(make).parameters
     known = [
         name
-        for name, parameter in inspect.signature(make).parameters.items()
+        for name, parameter in parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     for name in options:
         if name not in known:
             raise unknown_option(f"{where}.{name}", name, known, field=f"{where}.{name}")
+    for name in known[len(positional) :]:
+        if parameters[name].default is inspect.Parameter.empty and name not in options:
+            raise ConfigError(f"{where}: {name} is missing; set {where}.{name}.", field=f"{where}.{name}")
     try:
         return make(*positional, **options)
     except (TypeError, ValueError) as error:

@@ -81,6 +81,7 @@ def test_parts_of_a_log(tmp_path, monkeypatch):
     assert result["watched"] == "retrieval_hr@5"
     assert result["evaluation"]["retrieval"]["rows"] == USERS
     assert f"the items of {USERS} samples, ranked among {ITEMS} items" in text
+    assert "log-loss" not in text  # Logits of a softmax among sampled items.
     assert f"Best on held-out rows: step {result['best_step']}, retrieval_hr@5 {result['best']:.4f}. To find" in text
     publish, serve = (line.split()[1:] for line in text.splitlines() if line.startswith("    persia "))
     assert serve == ["serve", "out/changes", "--retrieve"]

@@ -83,6 +83,14 @@ def test_an_unknown_option_suggests_the_nearest_name(name: str, option: str, nea
         call(reader, {option: 1}, "data.options", "clicks")
 
 
+def test_a_missing_option_is_named(clicks: Path) -> None:
+    options = {"schema": SCHEMA, "owner": "user"}
+    message = r"^data\.options: time is missing; set data\.options\.time\.$"
+    with pytest.raises(ConfigError, match=message) as caught:
+        call(data.event_log, options, "data.options", clicks)
+    assert caught.value.fields["field"] == "data.options.time"
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

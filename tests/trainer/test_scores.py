@@ -50,10 +50,10 @@ def trainer(**options):
     )
 
 
-def printed(result, monkeypatch):
+def printed(result, monkeypatch, **options):
     text = io.StringIO()
     monkeypatch.setattr(ui, "CONSOLE", Console(file=text, width=100))
-    ui.print_fit(result, "runs/first")
+    ui.print_fit(result, "runs/first", **options)
     return text.getvalue()
 
 
@@ -99,6 +99,14 @@ def test_later_passes_have_training_metrics(monkeypatch):
         assert f"{name} calibration {metrics.calibration:.3f}" in re.sub("[│ ]+", " ", text)
     assert "training" not in str(first)
     assert "training AUC" not in printed(first, monkeypatch)
+
+
+def test_logits_that_only_rank_have_no_log_loss(monkeypatch):
+    result = trainer().fit(day(0))
+    text = printed(result, monkeypatch, log_odds=False)
+    assert "progressive AUC" in text
+    assert "log-loss" not in text
+    assert "calibration" not in text
 
 
 def test_labels_of_one_class_have_no_auc(monkeypatch):

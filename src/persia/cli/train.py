@@ -167,6 +167,7 @@ def _train(
     """Trains one run, and prints its result."""
     from persia.cli import ui as out
     from persia.cli.fitted import fitted_run
+    from persia.nn.output import are_log_odds
     from persia.trainer.fit_checks import check_outputs
 
     if run.cluster.kind == "embedded":  # With Ray, the process that writes checks, perhaps on another host.
@@ -203,7 +204,7 @@ def _train(
                 again=options.again,
                 restart_data=options.restart_data,
             )
-    out.print_fit(result, directory)
+    out.print_fit(result, directory, log_odds=are_log_odds(trainer.model))
     if command.json is not None:
         out.write_json(command.json, out.fit_record(result))
     if result.best is not None and run.trainer.keeps_best:

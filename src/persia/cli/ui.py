@@ -38,8 +38,14 @@ __all__ = [
 CONSOLE = DataConsole()
 
 
-def print_fit(result: FitResult, checkpoint: str) -> None:
-    """Prints the summary of a training run and its directory; only the evaluation if nothing was left to train."""
+def print_fit(result: FitResult, checkpoint: str, *, log_odds: bool = True) -> None:
+    """Prints the summary of a training run and its directory; only the evaluation if nothing was left to train.
+
+    Args:
+        result: of `Trainer.fit`.
+        checkpoint: the directory.
+        log_odds: whether logits are log-odds, without which neither log loss nor calibration mean anything.
+    """
     if result.nothing_left:
         if result.evaluation is not None:
             print_metrics(f"evaluation at step {result.global_step:,}", result.evaluation)
@@ -48,7 +54,7 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
     table.add_row("rows trained", f"{result.rows:,}")
     table.add_row("rows/s", f"{result.rows_per_second:,.0f}")
     table.add_row("global step", f"{result.global_step:,}")
-    for name, value in _scores(result).items():
+    for name, value in _scores(result, log_odds).items():
         if not math.isnan(value[0]):  # Of labels of one class, as a next-item model has them, there is no AUC.
             table.add_row(name, format(*value))
     table.add_row("staleness mean / max", f"{result.staleness_mean:.2f} / {result.staleness_max}")
@@ -73,7 +79,7 @@ def print_fit(result: FitResult, checkpoint: str) -> None:
     say(f"Saved in {near_path(checkpoint)}")
 
 
-def _scores(result: FitResult) -> dict[str, tuple[float, str]]:
+def _scores(result: FitResult, log_odds: bool) -> dict[str, tuple[float, str]]:
     """Returns the metrics of training by title, with the format of each; undefined ones are nan."""
     scores: dict[str, tuple[float, str]] = {}
     for name, metrics in result.scored:
@@ -85,8 +91,9 @@ def _scores(result: FitResult) -> dict[str, tuple[float, str]]:
         scores[f"{name} AUC"] = metrics.auc, ".4f"
         if metrics.per_day:
             scores[f"{name} AUC, mean of days"] = metrics.auc_mean_of_days, ".4f"
-        scores[f"{name} log-loss"] = metrics.log_loss, ".4f"
-        scores[f"{name} calibration"] = metrics.calibration, ".3f"
+        if log_odds:
+            scores[f"{name} log-loss"] = metrics.log_loss, ".4f"
+            scores[f"{name} calibration"] = metrics.calibration, ".3f"
     if result.history.binary and result.history.rows != result.progressive.rows:
         scores["progressive AUC since the first run"] = result.history.auc, ".4f"
     return scores
