@@ -46,6 +46,14 @@ def init(
         str | None, typer.Option("--out", help="Directory to write to. Defaults to NAME_model here.", metavar="DIR")
     ] = None,
     label: Annotated[str | None, typer.Option(help="Column to predict. Guessed by default.", metavar="COLUMN")] = None,
+    owner: Annotated[
+        str | None,
+        typer.Option(help="In a log of events, whose each is: predicts the next item of each owner.", metavar="COLUMN"),
+    ] = None,
+    item: Annotated[
+        str | None, typer.Option(help="With --owner, what was chosen. Guessed by default.", metavar="COLUMN")
+    ] = None,
+    time: Annotated[str | None, typer.Option(help="With --owner, when. Guessed by default.", metavar="COLUMN")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Take all guesses without asking.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files of an earlier `persia init`.")] = False,
 ) -> None:
@@ -56,6 +64,11 @@ def init(
     `persia train DIR/config.toml` and `python DIR/train.py` train as they are.
 
         persia init clicks.parquet --label clicked
+
+    With --owner, each row is an event, such as an item that a user chose, and needs no label. Writes a configuration
+    only, which predicts the item after each event of a user.
+
+        persia init log.csv --owner user
     """
     from persia.cli.init.files import FILES, write_files
     from persia.cli.init.guess import guess as guess_columns
@@ -73,8 +86,15 @@ def init(
         )
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; give another directory with --out.", path=str(folder))
+    if owner is None and (item or time) is not None:
+        raise ConfigError("--item and --time are for a log of events; name whose they are with --owner.", field="owner")
+    if owner is not None and label is not None:
+        raise ConfigError("--label and --owner exclude each other: events need no label; leave one out.", field="label")
     sample = read_sample(data)
     values = {name: plain_values(array) for name, array in sample.columns.items()}
+    if owner is not None:
+        _init_next_item(sample, values, (owner, item, time), folder)
+        return
     if label is not None:
         if label not in values:
             raise ConfigError(f"{data} has no column {label!r}; it has {described(sample)}.", field="label")
@@ -90,6 +110,29 @@ def init(
     texts = _working(guess, folder)
     write_files(folder, texts)
     _report(guess, texts["config.toml"], folder)
+
+
+def _init_next_item(
+    sample: Sample, values: dict[str, ColumnValues], columns: tuple[str, str | None, str | None], folder: Path
+) -> None:
+    """Writes the configuration of a log of events with these columns of the owner, the item and the time."""
+    from persia.cli.init.files import write_files
+    from persia.cli.init.next_item import guess_next_item, next_item_config
+    from persia.telemetry.terminal import DataConsole, Grid
+
+    guess = guess_next_item(sample, values, *columns)
+    write_files(folder, {"config.toml": next_item_config(guess, folder)})
+    table = Grid("column", "use", text=["column", "use"], title=sample.path)
+    for column, use in ((guess.owner, "owner"), (guess.item, "item"), (guess.time, "time")):
+        table.add_row(column.column, use)
+    for name in guess.unused:
+        table.add_row(name, _USES["unused"])
+    DataConsole().print(table)
+    config, run = (_shown(folder, name) for name in ("config.toml", "runs/config/latest"))
+    say(f"Wrote config.toml to {folder}. Next:\n")
+    say(f"  persia train {config}")
+    test = "--retrieval --set eval_data.options.leave_one_out=test"
+    say(f"  persia evaluate {config} --checkpoint {run} --step best {test}\n")
 
 
 def _stem(data: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,8 +127,7 @@ def _of_events(sample: Sample, values: dict[str, ColumnValues]) -> str:
     owner = next((name for name in ids if set(label_words(name)) & _OWNERS), ids[0])
     return (
         " If each row is an event, such as an item that a user chose, predict the next item of each user, which needs "
-        f'no label: kind = "event_log" with owner = "{owner}" and time = "{time}". docs/guide/sequences.md has the '
-        'configuration, under "From your own log of events".'
+        f"no label: --owner {shlex.quote(owner)} --time {shlex.quote(time)}."
     )
 
 
