@@ -30,7 +30,7 @@ LONGEST_VISIT = 4
 RATES = (Adagrad(lr=0.1), 0.01)
 """Of rows, and of Adam on the network."""
 LONG, NEXT_ITEM = 500, 5.0
-"""HSTU's weight of what long histories teach: the gradients of 32 labels are noise next to those of 16,000 events."""
+"""Histories from this length on, and `HSTU(next_item=...)` for them: 32 labels are noise next to 16,000 events."""
 
 Items = NDArray[np.int64]
 

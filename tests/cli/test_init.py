@@ -519,7 +519,7 @@ def test_ratings_are_labels(folder, name):
 def test_a_log_of_events_without_a_label(folder):
     rows = "".join(f"i{i % 9},u{i % 7},{1_700_000_000 + 60 * i}\n" for i in range(100))
     (folder / "data.csv").write_text(f"item_id,customer_id,ts\n{rows}")
-    with pytest.raises(DataError, match=r"needs no label: --owner customer_id --time ts\.$"):
+    with pytest.raises(DataError, match=r"needs no label\. Run it with --owner customer_id --time ts instead\.$"):
         init("data.csv", "out")
     (folder / "data.csv").write_text("".join(f"{line.rpartition(',')[0]}\n" for line in f"item,user,t\n{rows}".split()))
     with pytest.raises(DataError, match=r"COLUMN: item, user\.$"):  # Nothing says when.

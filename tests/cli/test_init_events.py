@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from persia.cli.init import init
+from persia.cli.init import init, sample
 from persia.errors import ConfigError, DataError
 from support.command import persia
 
@@ -69,11 +69,25 @@ def test_a_file_without_names_and_with_texts(folder):
     assert "rows trained" in persia("train", "out/config.toml", "--set", "train.max_steps=2")
 
 
-def test_names_that_no_feature_may_have(folder):
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [
+        ("item/id", "item_id"),
+        ("chosen", "chosen"),
+        ("class", "class"),
+        ("product_id_of_the_catalogue", "product_id_of_the_catalogue"),
+        ("ä" * 40, "ä" * 28),
+        ('a "{b}" #\u2028', 'a "{b}" #'),
+    ],
+)
+def test_any_name_of_the_item(folder, column, name):
     user, item, time = columns()
-    pq.write_table(pa.table({"who": user, "item/id": item, "when": time}), "log.parquet")
-    init("log.parquet", "out", owner="who", item="item/id", time="when")
-    assert config("out")["data"]["options"]["rename"] == {"item_id": "item/id"}
+    pq.write_table(pa.table({"who": user, column: item, "when": time * 1_000}), "log.parquet")
+    init("log.parquet", "out", owner="who", item=column, time="when")
+    found = config("out")
+    assert [each["name"] for each in found["schema"]["id_features"]] == [name, f"{name}_before"]
+    assert found["data"]["options"].get("rename", {name: name}) == {name: column}
+    assert found["data"]["options"]["time_unit"] == "ms"
     assert "rows trained" in persia("train", "out/config.toml", "--set", "train.max_steps=2")
 
 
@@ -82,21 +96,21 @@ def test_items_that_are_chosen_again_stay_in_the_ranking(folder):
     pq.write_table(pa.table({"user": user, "item": item % 4, "time": time}), "log.parquet")
     init("log.parquet", "out", owner="user")
     assert "retrieval_leave_out" not in config("out")["trainer"]
-    assert "# 50% of the events repeat an item" in Path("out/config.toml").read_text()
+    assert "; 50% of the events repeat one, so they are." in Path("out/config.toml").read_text()
 
 
 def test_columns_that_are_missing_or_several(folder):
     user, item, time = columns()
     table = pa.table({"user": user, "item_id": item, "product": item, "time": time})
     pq.write_table(table, "log.parquet")
-    with pytest.raises(ConfigError, match=r"which column has the item .* --item: item_id or product\."):
+    with pytest.raises(ConfigError, match=r"which column has the item .* --item: item_id or product\.$"):
         init("log.parquet", "out", owner="user")
-    with pytest.raises(ConfigError, match=r"which column has the time .* --time: user, item_id, product\."):
+    with pytest.raises(ConfigError, match=r"which column has the time .* --time: product\.$"):
         pq.write_table(table.drop_columns("time"), "other.parquet")
         init("other.parquet", "out", owner="user", item="item_id")
     with pytest.raises(ConfigError, match="has no column 'who'; it has user, item_id, product, time"):
         init("log.parquet", "out", owner="who")
-    with pytest.raises(ConfigError, match="name one column twice: user, user, time"):
+    with pytest.raises(ConfigError, match="owner 'user', the item 'user' and the time 'time' of an event are three"):
         init("log.parquet", "out", owner="user", item="user")
     with pytest.raises(ConfigError, match="name whose they are with --owner"):
         init("log.parquet", "out", time="time")
@@ -106,7 +120,58 @@ def test_columns_that_are_missing_or_several(folder):
 
 
 def test_owners_with_too_few_events(folder):
-    user, item, time = columns(events=2)
-    pq.write_table(pa.table({"user": user, "item": item, "time": time}), "log.parquet")
-    with pytest.raises(DataError, match="fewer than two of 'user' have 3 events"):
+    for events in (3, 4):
+        user, item, time = columns(events=events)
+        pq.write_table(pa.table({"user": user, "item": item, "time": time}), f"{events}.parquet")
+    with pytest.raises(DataError, match="fewer than two of 'user' have 4 events"):
+        init("3.parquet", "out", owner="user")
+    init("4.parquet", "out", owner="user")
+    assert "rows trained" in persia("train", "out/config.toml", "--set", "train.max_steps=2")
+
+
+def test_owners_are_counted_in_all_rows(folder, monkeypatch):
+    """The first rows of a long log in order of time have few events of each owner."""
+    monkeypatch.setattr(sample, "MAX_ROWS", 2 * USERS)
+    user, item, time = columns()
+    order = np.argsort(time)
+    pq.write_table(pa.table({"user": user[order], "item": item[order], "time": time[order]}), "log.parquet")
+    init("log.parquet", "out", owner="user")
+    text = Path("out/config.toml").read_text()
+    assert f"{USERS} different ones, with {EVENTS} events at the median" in text
+    assert f"different ones in the first {2 * USERS} rows" in text
+
+
+def test_what_no_log_of_events_has(folder):
+    user, item, time = columns()
+    table = pa.table({"user": user, "item": item, "time": time, "tags": [[1, 2]] * len(user), "price": item * 0.5})
+    missing = table.append_column("late", pa.array([None, *time[1:].tolist()]))
+    pq.write_table(missing.append_column("name", pa.array(["a b"] * len(user))), "log.parquet")
+    for option, message in (
+        ({"item": "tags"}, "Column 'tags' has lists, but an event has one item"),
+        ({"item": "item", "time": "name"}, "Column 'name' has no times"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            init("log.parquet", "out", owner="user", **({"time": "time"} | option))
+    with pytest.raises(DataError, match=f"1 of {len(user)} rows have no 'late'"):
+        init("log.parquet", "out", owner="user", item="item", time="late")
+    lines = [f"{u},{i},{t}\n" for u, i, t in zip(user, item, time, strict=True)]
+    Path("log.dat").write_text("".join(["user,item,time\n", *lines]))
+    with pytest.raises(DataError, match=r"log\.dat: .* rename it to end in \.csv"):
+        init("log.dat", "out", owner="user")
+    assert not Path("out").exists()
+
+
+def test_a_column_that_is_no_item_is_not_taken_for_it(folder):
+    user, item, time = columns()
+    pq.write_table(pa.table({"user": user, "content": item * 1_000, "stage": item % 5, "time": time}), "log.parquet")
+    with pytest.raises(ConfigError, match=r"--item: content or stage\.$"):
         init("log.parquet", "out", owner="user")
+
+
+def test_files_of_another_model_are_not_left_behind(folder):
+    user, item, time = columns()
+    pq.write_table(pa.table({"user": user, "item": item, "time": time}), "log.parquet")
+    Path("out").mkdir()
+    Path("out/model.py").touch()
+    with pytest.raises(ConfigError, match=r"has model\.py of another model"):
+        init("log.parquet", "out", owner="user", force=True)

@@ -18,13 +18,14 @@ from persia.errors import ConfigError, MissingExtraError, PublishError
 from persia.nn import models
 from persia.nn.models import HSTU, TwoTower
 from persia.publish import PublishOptions
+from persia.schema import DenseFeature, Schema
 from persia.serve.flat_network import InputLayout
 from persia.serve.onnx_export import export_onnx
 from support.exported_networks import HISTORY, Branching, make
 
 
 def check(model, path):
-    onnx.checker.check_model(path)
+    onnx.checker.check_model(path, full_check=True)
     program = onnx.load(path)
     evaluator = ReferenceEvaluator(program)
     for rows in (1, 2, 9):
@@ -56,6 +57,21 @@ def test_a_file_gives_the_results_of_torch_for_any_rows(exported):
     model, _, path = exported
     assert list(path.parent.iterdir()) == [path]  # Weights are in it.
     check(copy.deepcopy(model).eval(), path)
+
+
+def test_times_of_events(tmp_path):
+    schema = Schema(HISTORY.id_features, dense_features=[DenseFeature("ages", size=6)], labels=["click"])
+    model = HSTU(schema, ages="ages", hidden=(8,), layers=1).eval()
+    with torch.no_grad():
+        model.encoder.layers[0].times.uniform_()
+    path = export_onnx(model, schema, tmp_path / "network.onnx")
+    onnx.checker.check_model(path, full_check=True)
+    _, embeddings = inputs(schema, rows=4)
+    ages = 10 ** (8 * torch.rand(4, 6))
+    layout = InputLayout(embeddings)
+    arrays = dict(zip(layout.names, (tensor.numpy() for tensor in layout.flat(ages, embeddings)), strict=True))
+    (found,) = ReferenceEvaluator(onnx.load(path)).run(["logits"], arrays)
+    np.testing.assert_allclose(found, model(ages, embeddings).detach().numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ def evaluate(
         persia evaluate run.toml --checkpoint runs/a --retrieval --at 10 --at 50 --leave-out history
     """
     from persia.cli import ui as out
+    from persia.nn.output import are_log_odds
 
     of_retrieval = {"--items": items, "--item-key": item_key, "--leave-out": leave_out}
     of_metrics = {"--group-by": group_by, "--by": by, "--max-values": max_values}
@@ -107,7 +108,8 @@ def evaluate(
         out.print_retrieval(f"retrieval at step {trainer.global_step:,}", figures)
         record = {"retrieval": dataclasses.asdict(figures)}
     else:
-        out.print_metrics(f"evaluation at step {trainer.global_step:,}", result)
+        log_odds = are_log_odds(trainer.model)
+        out.print_metrics(f"evaluation at step {trainer.global_step:,}", result, log_odds=log_odds)
         record = out.metrics_record(result)
         if result.binary and math.isnan(result.auc) and _has_towers(trainer):
             say("Labels of one class have no AUC. With --retrieval, each sample's item is ranked among all items.")

@@ -37,6 +37,9 @@ __all__ = [
 
 CONSOLE = DataConsole()
 
+_OF_LOG_ODDS = ("log_loss", "normalized_entropy", "calibration")
+"""Metrics of binary labels that mean nothing if logits are not log-odds."""
+
 
 def print_fit(result: FitResult, checkpoint: str, *, log_odds: bool = True) -> None:
     """Prints the summary of a training run and its directory; only the evaluation if nothing was left to train.
@@ -48,7 +51,7 @@ def print_fit(result: FitResult, checkpoint: str, *, log_odds: bool = True) -> N
     """
     if result.nothing_left:
         if result.evaluation is not None:
-            print_metrics(f"evaluation at step {result.global_step:,}", result.evaluation)
+            print_metrics(f"evaluation at step {result.global_step:,}", result.evaluation, log_odds=log_odds)
         return
     table = Grid("", "result", text=[""], title="training")
     table.add_row("rows trained", f"{result.rows:,}")
@@ -75,7 +78,7 @@ def print_fit(result: FitResult, checkpoint: str, *, log_odds: bool = True) -> N
         )
     CONSOLE.print(table)
     if result.evaluation is not None:
-        print_metrics(f"evaluation at step {result.global_step:,}", result.evaluation)
+        print_metrics(f"evaluation at step {result.global_step:,}", result.evaluation, log_odds=log_odds)
     say(f"Saved in {near_path(checkpoint)}")
 
 
@@ -105,15 +108,22 @@ def near_path(path: str) -> str:
     return os.path.relpath(path, here) if path.startswith(f"{here}/") else path
 
 
-def print_metrics(title: str, result: MetricsResult) -> None:
-    """Prints metrics by label, by day if the data have days, and by the values of a column; or of retrieval."""
+def print_metrics(title: str, result: MetricsResult, *, log_odds: bool = True) -> None:
+    """Prints metrics by label, by day if the data have days, and by the values of a column; or of retrieval.
+
+    Args:
+        title: of the table.
+        result: the metrics.
+        log_odds: see `print_fit`.
+    """
+    without = () if log_odds else _OF_LOG_ODDS
     if result.retrieval is not None:
         print_retrieval(title, result.retrieval)
         return
     lines: list[tuple[str, LabelFigures]] = list(result.labels.items())
     for day, figures in result.per_day.items():
         lines += [(f"{label}, day {day}", f) for label, f in figures.items()]
-    _print_figures(title, lines)
+    _print_figures(title, lines, without)
     for label, grouped in result.grouped.items():
         ranks = [f"NDCG@{k} {gain:.4f}" for k, gain in grouped.ndcg.items()]
         if isinstance(result.labels[label], Figures):
@@ -129,7 +139,7 @@ def print_metrics(title: str, result: MetricsResult) -> None:
             for value, of in result.by.items()
             for label, f in of.labels.items()
         ]
-        _print_figures(f"{title} by value", values)
+        _print_figures(f"{title} by value", values, without)
 
 
 def print_retrieval(title: str, figures: RetrievalFigures) -> None:
@@ -142,10 +152,11 @@ def print_retrieval(title: str, figures: RetrievalFigures) -> None:
     say(f"MRR {figures.mrr:.4f}; the items of {figures.rows:,} samples{missing}, ranked among {figures.items:,} items")
 
 
-def _print_figures(title: str, lines: Sequence[tuple[str, LabelFigures]]) -> None:
+def _print_figures(title: str, lines: Sequence[tuple[str, LabelFigures]], without: Sequence[str]) -> None:
     """Prints a line for each label or part of it, with the metrics that any of them has; "-" where one is undefined."""
     of_lines = [known(figures) for _, figures in lines]
-    metrics = [name for name in METRICS if any(not math.isnan(of.get(name, math.nan)) for of in of_lines)]
+    names = [name for name in METRICS if name not in without]
+    metrics = [name for name in names if any(not math.isnan(of.get(name, math.nan)) for of in of_lines)]
     table = Grid("", "rows", *(METRICS[name].title for name in metrics), text=[""], title=title)
     for (line, figures), of in zip(lines, of_lines, strict=True):
         if not of:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 
 __all__ = ["NUMBER_WORDS", "TEXT_WORDS", "TIME_WORDS", "label_words", "names_an_id", "quoted_column", "words_of"]
@@ -40,7 +41,8 @@ def words_of(name: str) -> list[str]:
 
 def quoted_column(name: str) -> str:
     """Formats a column for an expression of `persia.data`."""
-    return name if re.fullmatch(r"[A-Za-z_]\w*", name) and name != "column" else f"column({name!r})"
+    plain = re.fullmatch(r"[A-Za-z_]\w*", name) and name != "column" and not keyword.iskeyword(name)
+    return name if plain else f"column({name!r})"
 
 
 def label_words(column: str) -> list[str]:

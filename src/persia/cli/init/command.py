@@ -48,16 +48,20 @@ def init(
     label: Annotated[str | None, typer.Option(help="Column to predict. Guessed by default.", metavar="COLUMN")] = None,
     owner: Annotated[
         str | None,
-        typer.Option(help="In a log of events, whose each is: predicts the next item of each owner.", metavar="COLUMN"),
+        typer.Option(
+            help="Column of the user or session of each event in DATA, whose next item is predicted.", metavar="COLUMN"
+        ),
     ] = None,
     item: Annotated[
-        str | None, typer.Option(help="With --owner, what was chosen. Guessed by default.", metavar="COLUMN")
+        str | None, typer.Option(help="Column of the item of each event. Guessed by default.", metavar="COLUMN")
     ] = None,
-    time: Annotated[str | None, typer.Option(help="With --owner, when. Guessed by default.", metavar="COLUMN")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Column of the time of each event. Guessed by default.", metavar="COLUMN")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Take all guesses without asking.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files of an earlier `persia init`.")] = False,
 ) -> None:
-    """Write a configuration, a model and a program that train on your data.
+    """Write a configuration that trains on your data, with a model and a program.
 
     Guesses from the first rows which column is the label and of which kind, and by which rules the others enter the
     model: numbers, ids, lists, texts, times and weights. Asks on a terminal where it is unsure. Then
@@ -120,6 +124,13 @@ def _init_next_item(
     from persia.cli.init.next_item import guess_next_item, next_item_config
     from persia.telemetry.terminal import DataConsole, Grid
 
+    stale = [name for name in ("model.py", "train.py") if (folder / name).exists()]
+    if stale:
+        raise ConfigError(
+            f"{folder} has {' and '.join(stale)} of another model, which read config.toml; give another directory with "
+            "--out.",
+            path=str(folder),
+        )
     guess = guess_next_item(sample, values, *columns)
     write_files(folder, {"config.toml": next_item_config(guess, folder)})
     table = Grid("column", "use", text=["column", "use"], title=sample.path)

@@ -127,7 +127,7 @@ def _of_events(sample: Sample, values: dict[str, ColumnValues]) -> str:
     owner = next((name for name in ids if set(label_words(name)) & _OWNERS), ids[0])
     return (
         " If each row is an event, such as an item that a user chose, predict the next item of each user, which needs "
-        f"no label: --owner {shlex.quote(owner)} --time {shlex.quote(time)}."
+        f"no label. Run it with --owner {shlex.quote(owner)} --time {shlex.quote(time)} instead."
     )
 
 

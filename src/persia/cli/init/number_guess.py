@@ -9,7 +9,7 @@ from persia.cli.init.column_names import NUMBER_WORDS, TIME_WORDS, names_an_id, 
 from persia.cli.init.guessed_columns import ColumnGuess, ColumnValues, Role
 from persia.cli.init.time_guess import guess_time
 
-__all__ = ["FEW", "guess_number", "with_buckets"]
+__all__ = ["FEW", "guess_number", "unit_of_times", "with_buckets"]
 
 FEW = 20
 """Whole numbers with at most this many different values are treated as codes."""
@@ -122,8 +122,12 @@ def _time_unit(words: list[str], numbers: NDArray[np.float64], distinct: int) ->
     named = bool(set(words) & TIME_WORDS)
     if distinct <= FEW and not named:
         return ""
+    name = unit_of_times(numbers)
+    span = float(numbers.max() - numbers.min())
+    return name if name and (named or ("column" in words and span <= _LONGEST_LOG * _UNIX[name])) else ""
+
+
+def unit_of_times(numbers: NDArray[np.float64]) -> str:
+    """Returns the unit in which numbers since 1970 are times from 1995 to 2040; empty if there is none."""
     low, high = float(numbers.min()), float(numbers.max())
-    for name, unit in _UNIX.items():
-        if low >= _FROM * unit and high <= _TO * unit:
-            return name if named or ("column" in words and high - low <= _LONGEST_LOG * unit) else ""
-    return ""
+    return next((name for name, unit in _UNIX.items() if low >= _FROM * unit and high <= _TO * unit), "")

@@ -84,7 +84,7 @@ class HSTU(nn.Module):
             of the batch.
         next_item: weight of the loss of predicting the next event, next to the loss of the labels; 0 for none. It is
             the mean over the positions of the history, plus half the loss of the candidate. Next to histories of
-            hundreds of events, the gradients of few labels are noise, from which a larger weight takes less harm.
+            hundreds of events, the gradients of few labels are noise; a larger weight then helps.
         layers: number of layers.
         heads: of the attention; divides the width of an event.
         hidden: widths of the deep network's hidden layers.

@@ -172,7 +172,8 @@ class _Layer(nn.Module):
             end = min((number + 1) * BLOCK, len(position))
             distance = own.unsqueeze(1) - position[:end]
             bias = self.bias[distance.clamp(min=0)]
-            if self.times is not None and buckets is not None:
+            if self.times is not None:
+                assert buckets is not None
                 bias = (bias + _looked_up(self.times, buckets[number])).unsqueeze(1)
             scores = query[:, :, number * BLOCK : end] @ key[:, :, :end].transpose(2, 3)
             weights = F.silu(scores + bias.to(query.dtype)) * (distance >= 0)
@@ -194,7 +195,8 @@ class _Layer(nn.Module):
         position = torch.arange(mask.shape[1], device=x.device)
         bias, own_bias = self.bias[(lengths - position).clamp(min=0)], self.bias[0]
         if self.times is not None:
-            bias, own_bias = bias + self.times[buckets].view(bias.shape), own_bias + self.times[0]
+            assert buckets is not None
+            bias, own_bias = bias + _looked_up(self.times, buckets).view(bias.shape), own_bias + self.times[0]
         weights = F.silu(query @ keys.transpose(2, 3) + bias.to(query.dtype)) * mask[:, None, None]
         own = F.silu((query * key).sum(3, keepdim=True) + own_bias.to(query.dtype))
         attended = (weights @ values + own * value).float() / (lengths + 1)
@@ -221,7 +223,7 @@ def _bucket(times: Tensor) -> Tensor:
 
 
 def _buckets_of_pairs(ages: Tensor) -> list[Tensor]:
-    """Returns the buckets of times from events to those that attend, of each block of `BLOCK` of the latter.
+    """Returns the buckets of times from events to those that attend, in blocks of `BLOCK` of those that attend.
 
     An event attends by the time of the one after it; after the newest one comes the sample, of age 0.
 
@@ -239,7 +241,7 @@ def _buckets_of_pairs(ages: Tensor) -> list[Tensor]:
 
 
 def _looked_up(values: Tensor, index: Tensor) -> Tensor:
-    """Returns the values `[n]` at an index, of its shape."""
+    """Returns values `[n]` at the places of an int32 index, in its shape."""
     if values.device.type == "cpu":  # Three times as fast; elsewhere, it would add gradients in any order.
         return values.index_select(0, index.flatten()).view(index.shape)
     return values[index]
