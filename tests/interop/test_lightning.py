@@ -13,6 +13,7 @@ import torch
 import persia
 from persia.errors import CheckpointError, ConfigError
 from persia.modes import Hybrid, Sync
+from persia.types import BucketMap
 
 # Lightning itself uses what torch and its other dependencies have deprecated.
 pytestmark = [
@@ -324,3 +325,16 @@ def test_the_directory_of_rows():
 
     assert rows_directory(Path("a/last.ckpt")) == "a/last.rows"
     assert rows_directory("s3://b/x") == "s3://b/x.rows"
+
+
+def test_rows_that_move_meanwhile_are_no_checkpoint(tmp_path, monkeypatch):
+    from persia.interop.lightning.row_checkpoints import save_tables
+
+    embeddings = make().embeddings
+    for batch in embeddings.prefetch([next(iter(READER))]):
+        embeddings(batch)
+    assert save_tables(embeddings, str(tmp_path / "all")) == embeddings.global_step
+    monkeypatch.setattr(embeddings.connection.servers[0], "buckets", lambda: BucketMap.even(2))  # One PS has joined.
+    with pytest.raises(CheckpointError, match="has 2 embedding PSs, and this process knows 1"):
+        save_tables(embeddings, str(tmp_path / "some"))
+    assert not list((tmp_path / "some").glob("step-*"))

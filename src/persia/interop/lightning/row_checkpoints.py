@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from typing import Any
 
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -15,6 +14,7 @@ from persia.errors import CheckpointError
 from persia.nn import EmbeddingCollection
 from persia.telemetry.logs import get_logger
 from persia.trainer.loading import load_partitions, resolved
+from persia.trainer.ps_snapshots import begin_snapshots, end_snapshots
 
 __all__ = ["KEY", "RowsCheckpointIO", "load_tables", "rows_directory", "save_tables"]
 
@@ -38,27 +38,23 @@ def save_tables(embeddings: EmbeddingCollection, directory: str) -> int:
         The global step, which names the checkpoint in the directory.
 
     Raises:
-        CheckpointError: the rows cannot be written.
+        CheckpointError: the rows cannot be written, or move between PSs meanwhile.
         DeadlineError: the gradients were not applied in time.
     """
     embeddings.await_pushes()
     servers, step = embeddings.connection.servers, embeddings.global_step
-    name = secrets.token_hex(8)
-    place = "" if "://" in directory else os.path.abspath(directory)
     with CheckpointWriter(directory, step, keep_last=2) as writer:
+        write_states(writer, servers)
+        name, _, buckets = begin_snapshots(servers, None, directory, live=False)
         try:
-            write_states(writer, servers)
-            for server in servers:
-                server.begin_snapshot(name, {}, place)
             write_rows(writer, servers, name)
         finally:
-            for server in servers:
-                server.end_snapshot(name)
+            end_snapshots(servers, name)
         config = {
             "schema": dump(embeddings.schema),
             "embedding_optimizer": dump(embeddings.optimizer),
         }
-        writer.commit(schema=resolved(embeddings.schema, servers), config=config, buckets=servers[0].buckets())
+        writer.commit(schema=resolved(embeddings.schema, servers), config=config, buckets=buckets)
     return step
 
 
