@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ pytest.importorskip("ray", reason='Ray is not installed: pip install "persia-rec
 
 
 import persia
-from persia.cluster.ray.nn_worker import NNWorkerHost, interface_of
+from persia.cluster.ray.nn_worker import NNWorkerHost, await_connected, interface_of
 from persia.cluster.ray.options import RayOptions
 from support.cluster_samples import make_trainer, options, reader
 from support.listening import addresses, descendants, title
@@ -39,6 +40,22 @@ def test_the_port_of_the_store_is_held_from_the_start():
     assert first.rendezvous() != address  # Of the next run, whose keys are others.
     assert not first._served.check(["key"])
     assert addresses(os.getpid()) == {"127.0.0.1"}, "the store is not open to the network"
+
+
+def test_a_function_ends_once_all_are_connected():
+    """Whoever ends before closes the connections that another one is making."""
+    first, second = nn_worker(), nn_worker()
+    address = first.rendezvous()
+    store = first._served
+    store.set("persia/connected/0", "")
+    waits = threading.Thread(target=await_connected, args=(store, 2, 60.0))
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive()
+    second._store_at(*address).set("persia/connected/1", "")
+    waits.join(60)
+    assert not waits.is_alive()
+    await_connected(store, 3, 0.01)  # One that has died is reported by the driver.
 
 
 def test_the_interface_of_an_address():

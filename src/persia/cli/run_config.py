@@ -94,7 +94,7 @@ PLAIN_OPTIONS = tuple(name for name in APMSqueezeOptions.__struct_fields__ if na
 _apmsqueeze.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [
         *(each for each in inspect.signature(APMSqueeze).parameters.values() if each.name != "options"),
-        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in PLAIN_OPTIONS),
+        *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in PLAIN_OPTIONS),
     ]
 )
 OPTIMIZERS["apmsqueeze"] = _apmsqueeze

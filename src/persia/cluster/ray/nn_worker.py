@@ -42,6 +42,7 @@ __all__ = [
     "Request",
     "Seat",
     "WorkerProcess",
+    "await_connected",
     "check_cuda",
     "interface_of",
     "warn_of_idle_gpus",
@@ -51,6 +52,10 @@ LOG = get_logger("persia.cluster")
 
 SIOCGIFADDR = 0x8915
 """Linux ioctl that reads the IPv4 address of an interface."""
+
+CONNECT_SECONDS = 10.0
+_CONNECTED = "persia/connected/"
+"""Begin of the keys that say which NN workers have connected."""
 
 CLUSTER = "persia cluster"
 """Placeholder for the cluster in a pickled function."""
@@ -202,15 +207,18 @@ class NNWorkerHost(Host):
         self._set_threads()
         self.join(self.serve(self, Observable))  # In this generation.
         cluster = WorkerProcess(self, generation, recovers, seat.share)
+        store = None
         try:
             check_cuda(self.plan.options.gpus, self.rank)
+            store = self._served or self._store_at(*rendezvous)
             torch.distributed.init_process_group(
                 self.plan.options.process_group_backend,
-                store=self._served or self._store_at(*rendezvous),
+                store=store,
                 rank=self.rank,
                 world_size=self.plan.nn_workers,
                 timeout=datetime.timedelta(seconds=self.plan.options.timeout),
             )
+            store.set(f"{_CONNECTED}{self.rank}", b"")
             work: Callable[[], Any] = _Unpickler(BytesIO(function), cluster).load()
             self._may_leave = recovers
             return Outcome(work())
@@ -221,6 +229,7 @@ class NNWorkerHost(Host):
             cluster.close()
             self.observer = None
             if torch.distributed.is_initialized():
+                await_connected(store, self.plan.nn_workers)
                 torch.distributed.destroy_process_group()
 
     def halt(self) -> None:
@@ -322,6 +331,22 @@ def warn_of_idle_gpus(gpus: float) -> None:
             "to each.",
             gpus_of_ray,
         )
+
+
+def await_connected(store: Any, nn_workers: int, seconds: float = CONNECT_SECONDS) -> None:
+    """Waits until all NN workers have connected with each other, or `seconds` have passed.
+
+    A function without a collective may end here before another NN worker has connected with this one. It would fail
+    if this one's connections were closed by then.
+
+    Args:
+        store: of the process group, in which each NN worker says that it has connected.
+        nn_workers: number of NN workers.
+        seconds: deadline. Whoever is later has died or failed, which the driver reports.
+    """
+    keys = [f"{_CONNECTED}{rank}" for rank in range(nn_workers)]
+    with contextlib.suppress(RuntimeError):  # Late, or the store's process is gone.
+        store.wait(keys, datetime.timedelta(seconds=seconds))
 
 
 def _failed(error: BaseException) -> Outcome:
