@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow.compute as pc
 
@@ -15,6 +15,7 @@ from persia.cli.init.guessed_columns import ColumnGuess, ColumnValues, is_list
 from persia.cli.init.label_guess import described
 from persia.cli.init.number_guess import unit_of_times
 from persia.cli.init.sample import Sample, read_column
+from persia.cli.init.schema_text import feature_name, file_options
 from persia.cli.init.toml_text import toml_comment, toml_value
 from persia.data.from_csv import CSV_SUFFIXES
 from persia.errors import ConfigError, DataError
@@ -170,14 +171,8 @@ def next_item_config(guess: NextItemGuess, folder: Path) -> str:
         folder: directory that the file will be in.
     """
     sample, item, time = guess.sample, guess.item, guess.time
-    longest = MAX_NAME - len("_before")
-    name = re.sub(r"[/\0\n\r\t]", "_", item.column.strip()).encode()[:longest].decode(errors="ignore").strip() or "item"
-    options: dict[str, Any] = {}
-    if sample.kind == "csv":
-        if not sample.header:
-            options["column_names"] = list(sample.columns)
-        if sample.delimiter != ",":
-            options["delimiter"] = sample.delimiter
+    name = feature_name(item.column, MAX_NAME - len("_before"))
+    options = file_options(sample)
     if time.unit not in ("", "s"):
         options["time_unit"] = time.unit
     if name != item.column:

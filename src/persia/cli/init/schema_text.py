@@ -8,10 +8,11 @@ from typing import Any
 from persia.cli.init.column_names import quoted_column
 from persia.cli.init.guess import Guess
 from persia.cli.init.guessed_columns import ColumnGuess
+from persia.cli.init.sample import Sample
 from persia.cli.init.toml_text import toml_comment, toml_value
 from persia.schema.checks import MAX_NAME
 
-__all__ = ["reader_options", "schema_names", "schema_text"]
+__all__ = ["feature_name", "file_options", "reader_options", "schema_names", "schema_text"]
 
 _SMALL_DIM, _DIM = 8, 16
 _FEW_IDS = 1_000
@@ -26,11 +27,26 @@ def schema_names(guess: Guess) -> dict[str, str]:
     names: dict[str, str] = {}
     longest = MAX_NAME - 4 - max(map(len, _DERIVED))
     for number, column in enumerate([guess.label.column, *read], 1):
-        name = (
-            re.sub(r"[/\0\n\r\t]", "_", column.strip()).encode()[:longest].decode(errors="ignore").strip() or "unnamed"
-        )
+        name = feature_name(column, longest)
         names[column] = name if name not in names.values() else f"{name[: MAX_NAME // 8]}_{number}"
     return names
+
+
+def feature_name(column: str, longest: int) -> str:
+    """Returns a valid name for a column, of at most `longest` bytes; unchanged where possible."""
+    name = re.sub(r"[/\0\n\r\t]", "_", column.strip())
+    return name.encode()[:longest].decode(errors="ignore").strip() or "unnamed"
+
+
+def file_options(sample: Sample) -> dict[str, Any]:
+    """Returns the arguments of a reader that say how files are delimited."""
+    options: dict[str, Any] = {}
+    if sample.kind == "csv":
+        if not sample.header:
+            options["column_names"] = list(sample.columns)
+        if sample.delimiter != ",":
+            options["delimiter"] = sample.delimiter
+    return options
 
 
 def reader_options(guess: Guess, names: dict[str, str]) -> dict[str, Any]:
@@ -42,12 +58,7 @@ def reader_options(guess: Guess, names: dict[str, str]) -> dict[str, Any]:
     """
     sample, label = guess.sample, guess.label
     used = [column for column in guess.columns if column.column in names]
-    options: dict[str, Any] = {}
-    if sample.kind == "csv":
-        if not sample.header:
-            options["column_names"] = list(sample.columns)
-        if sample.delimiter != ",":
-            options["delimiter"] = sample.delimiter
+    options = file_options(sample)
     if sample.numerals.decimal != ".":
         options["decimal"] = sample.numerals.decimal
     if sample.numerals.thousands:
