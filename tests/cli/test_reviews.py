@@ -78,7 +78,8 @@ def answered(request):
 def test_a_served_raw_row_has_the_bits_of_predict(folder):
     config, run = "reviews_model/config.toml", "reviews_model/runs/config/latest"
     persia("evaluate", config, "--checkpoint", run)
-    new = ["--data", "new.csv", "--set", "data.batch_size=64"]  # One batch, as the request: the last bits depend on it.
+    # One batch, as the request: the last bits depend on its size.
+    new = ["--data", "new.csv", "--set", "eval_data.batch_size=64"]
     persia("predict", config, "--checkpoint", run, *new, "--output", "predictions.csv")
     with open(folder / "predictions.csv") as file:
         wanted = [np.float32(row["rating"]) for row in csv.DictReader(file)]
