@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import chaos_proxy
 import pytest
 from chaos_proxy import STALL_SECONDS, Proxy
 
@@ -51,11 +52,14 @@ def test_a_request_comes_twice(case):
     assert rpc.statistics(case.stub)["late_replies"] == 1
 
 
-def test_requests_come_in_another_order(case):
+def test_requests_come_in_another_order(case, monkeypatch):
+    hold_seconds = chaos_proxy.HOLD_SECONDS
+    monkeypatch.setattr(chaos_proxy, "HOLD_SECONDS", 20.0)  # The second one comes, if late.
     case.proxy.spoil("reorder")
     calls = [rpc.start(case.stub.note, number) for number in (1, 2)]
     assert [call.result() for call in calls] == [1, 2]
     assert case.service.seen == [0, 2, 1]
+    monkeypatch.setattr(chaos_proxy, "HOLD_SECONDS", hold_seconds)
     case.proxy.spoil("reorder")
     assert case.stub.note(3) == 3  # None overtakes it.
 

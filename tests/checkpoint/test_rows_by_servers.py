@@ -473,7 +473,8 @@ def test_a_ps_that_is_lost_while_it_writes(tmp_path, monkeypatch, restarts):
     monkeypatch.setattr(RowFiles, "rows", noted)
     with rpc.serve(servers[0], protocol=EmbeddingPS) as first:
         second = rpc.serve(servers[1], protocol=EmbeddingPS)
-        stubs = [rpc.connect(served.address, EmbeddingPS, timeout=2.0) for served in (first, second)]
+        timeout = DEADLINE if restarts else 2.0  # Calls to one that is gone last as long.
+        stubs = [rpc.connect(served.address, EmbeddingPS, timeout=timeout) for served in (first, second)]
         for stub in stubs:
             stub.export_state = lambda: iter(())
         errors = []

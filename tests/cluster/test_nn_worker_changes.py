@@ -131,17 +131,22 @@ def test_a_change_waits_for_the_run_that_ends():
 
 def test_a_change_between_two_runs_waits_while_rows_are_saved():
     roles = Roles(1, timeout=0.2)
-    scaling, entered = NNWorkerScaling(roles), threading.Event()
+    scaling, entered, asked = NNWorkerScaling(roles), threading.Event(), threading.Event()
 
     def saves():
         with scaling.fitting():
             entered.set()
-            time.sleep(1.0)
+            assert asked.wait(30)
+            time.sleep(0.5)  # Longer than the timeout.
+
+    def check(_):
+        roles.calls.append(roles.fits)
+        asked.set()
 
     thread = threading.Thread(target=saves)
     thread.start()
     assert entered.wait(30)
-    scaling.scale(2, False, lambda _: roles.calls.append(roles.fits))
+    scaling.scale(2, False, check)
     thread.join(30)
     assert (ranks(roles), roles.fits) == ([0, 1], 0)
     assert 1 in roles.calls

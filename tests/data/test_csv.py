@@ -23,6 +23,7 @@ from persia.data import from_csv
 from persia.data.csv_batches import LET_GO_SECONDS, csv_batches
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
+from support.waiting import wait_until
 
 SCHEMA = Schema([IdFeature("user", dim=2), IdFeature("site", dim=2)], dense_features=["age"], labels=["click"])
 TEXT = "user,site,age,click,day\n1,a,0.5,1,3\n18446744073709551615,,2,0,4\n"
@@ -198,10 +199,9 @@ def test_blocks_that_were_read_ahead_are_let_go_with_the_file():
     stream = ReadAhead(b"a,b\n" + b"1,2\n" * 1_000_000)
     batches = batches_of(stream)
     next(batches)
-    time.sleep(0.1)
+    wait_until(lambda: len(stream.blocks) > 3, "that blocks are read ahead")
     began = time.monotonic()
     batches.close()
     assert time.monotonic() - began < LET_GO_SECONDS
-    assert len(stream.blocks) > 3
     # One may be in the midst of its deletion, in each of Arrow's two threads.
     assert sum(block() is not None for block in stream.blocks) <= 2

@@ -136,12 +136,12 @@ def test_a_token_is_drawn_while_the_network_computes(lookups):
     assert lookups.drew()
     lookups.client.computing()
     lookups.client.want()  # Now both times are known: nearly 0.
-    assert lookups.drew(0.05) is lookups.ahead  # With one token open.
+    assert lookups.drew(DEADLINE if lookups.ahead else 0.05) is lookups.ahead  # With one token open.
     lookups.computed()
     if not lookups.ahead:
         assert lookups.drew()
     lookups.client.computing()
-    assert lookups.drew(0.05 if not lookups.ahead else DEADLINE) is lookups.ahead  # Nobody wants it yet.
+    assert lookups.drew(DEADLINE if lookups.ahead else 0.05) is lookups.ahead  # Nobody wants it yet.
     assert not lookups.drew(0.05)  # Two tokens are open, or none is wanted.
     lookups.client.want()
     lookups.computed()

@@ -397,7 +397,7 @@ def test_a_refresh_that_fails_ends_the_loop(mode):
 
 
 def test_a_refresh_that_hangs_is_named():
-    embeddings, worker = collection(Sync(), timeout=0.2)
+    embeddings, worker = collection(Sync())
     late = r"not brought up to date within 0.2 s.*2 steps, and 2 are applied"
     try:
         with pytest.raises(DeadlineError, match=late) as raised:
@@ -407,18 +407,33 @@ def test_a_refresh_that_hangs_is_named():
                 if number == 1:
                     worker.may_refresh.clear()
                 train(embeddings, batch)
+                wait_until(lambda number=number: embeddings._pass._gate.applied == number + 1)
+                embeddings._pass._refresher._timeout = 0.2 if number else 20.0  # Only of the one that hangs.
         assert raised.value.fields["stage"] == "embedding worker: refresh"
     finally:
         worker.may_refresh.set()
 
 
-def test_a_push_that_hangs_is_named():
-    embeddings, worker = collection(Sync(), timeout=0.2)
+def test_a_push_that_hangs_is_named(monkeypatch):
+    embeddings, worker = collection(Sync())
+
+    def be_brief(training):
+        """Waits 0.2 s for the push, and as long as it takes for other threads."""
+        runner, join = training.runner, training.runner._join
+
+        def joined(thread, what):
+            runner._timeout = 0.2 if thread.name == "persia-push" else 20.0
+            join(thread, what)
+
+        monkeypatch.setattr(runner, "_join", joined)
+        training._refresher._timeout = 0.2
+
     try:
         with pytest.raises(DeadlineError, match=r"did not end within 0.2 s. Late: embedding worker: push") as raised:
             for batch in embeddings.prefetch(make_batches(10)):
                 worker.holds_pushes = True
                 train(embeddings, batch)
+                be_brief(embeddings._pass)
         assert "it needs the updates of 1 steps, and 0 are applied" in str(raised.value.__context__)
     finally:
         worker.may_push.release(10)
@@ -544,7 +559,7 @@ class Held:
         self.refresher.join()
 
 
-def test_only_waiting_for_pushes_counts_as_such():
+def test_only_waiting_for_pushes_counts_as_such(monkeypatch):
     """What makes "auto" raise its depth, or keep it: a batch that is current, or is being refreshed, does not."""
     current = Held(applied=3, current_to=3)
     assert current.refresher.take(current.batch, 3) == 0.0
@@ -553,12 +568,15 @@ def test_only_waiting_for_pushes_counts_as_such():
     assert refreshed.refresher.take(refreshed.batch, 3) == 0.0
     pushed = Held(applied=2, current_to=2)
     pushed.may_refresh.set()
+    wait = pushed.refresher._changed.wait
 
-    def push():
-        pushed.applied = 3
-        pushed.refresher.pushed()
+    def push_meanwhile(seconds=None):
+        if threading.current_thread() is threading.main_thread() and pushed.applied == 2:
+            pushed.applied = 3
+            pushed.refresher.pushed()
+        return wait(seconds)
 
-    threading.Timer(0.05, push).start()
+    monkeypatch.setattr(pushed.refresher._changed, "wait", push_meanwhile)
     assert pushed.refresher.take(pushed.batch, 3) > 0.0
     for held in (current, refreshed, pushed):
         held.close()

@@ -205,7 +205,7 @@ def test_calls_not_answered_before_the_death_are_answered_after(root, mode, part
     """The other one was, and does not push that step again."""
 
     def begun():
-        options = ServerOptions(nn_workers=2, timeout=5.0, regions=str(root / "ps-0"))
+        options = ServerOptions(nn_workers=2, timeout=DEADLINE, regions=str(root / "ps-0"))
         return EmbeddingServer(TABLES, SGD(lr=1.0), mode, 0, 1, options)
 
     def push(server, sequence, part):
@@ -246,7 +246,7 @@ def test_calls_not_answered_before_the_death_are_answered_after(root, mode, part
 
 def test_late_pushes_of_restarted_nn_workers_change_nothing(root):
     """Pushes that arrive late are refused, also by a process that starts before the first new step."""
-    options = ServerOptions(nn_workers=2, timeout=5.0, regions=str(root / "ps-0"))
+    options = ServerOptions(nn_workers=2, timeout=DEADLINE, regions=str(root / "ps-0"))
 
     def begun():
         return EmbeddingServer(TABLES, SGD(lr=1.0), Hybrid(4), 0, 1, options)

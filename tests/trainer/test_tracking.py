@@ -147,15 +147,18 @@ def test_training_does_not_wait_for_a_tracker(monkeypatch, caplog):
 
 
 def test_a_tracker_that_does_not_open_a_run_is_refused(monkeypatch):
+    refused = threading.Event()
+
     class Mute(Recorded):
         def begin(self, parameters):
             super().begin(parameters)
-            time.sleep(1)
+            assert refused.wait(30)
 
     monkeypatch.setattr(tracking, "BEGIN_SECONDS", 0.1)
     mute = BackgroundTracker(Mute())
     with pytest.raises(ConfigError, match=r"Mute has not opened a run within 0\.1 s; correct its address"):
         mute.begin({})
+    refused.set()
 
 
 def test_a_run_that_cannot_be_opened_again_costs_its_metrics(caplog):
