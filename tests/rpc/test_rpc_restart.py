@@ -1,6 +1,7 @@
 """A server is killed, and another one takes its address."""
 
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -116,4 +117,23 @@ def test_the_lost_connection_is_named(first):
     wait_until(lambda: not stub._connection._connected, "the end of the connection")
     expire(stub)
     with pytest.raises(DeadlineError, match="the connection is lost"):
+        late.result()
+
+
+@pytest.mark.parametrize(("handshakes", "says"), [(1, "the connection is lost"), (2, "it uses another protocol")])
+def test_one_handshake_that_fails_is_the_end_of_a_process(first, handshakes, says):
+    """Its connection ends first, and the client may be back before nothing listens there."""
+    process, address, stub = first
+    assert stub.process() == process.pid
+    kill(process)
+    late = rpc.start(stub.process)
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as listening:
+        begun = [listening.accept()[0]]
+        while len(begun) < handshakes:
+            begun[-1].close()
+            begun.append(listening.accept()[0])
+    begun[-1].close()
+    wait_until(lambda: stub._connection._failed_handshakes == handshakes, "the failed handshakes")
+    expire(stub)
+    with pytest.raises(DeadlineError, match=says):
         late.result()

@@ -153,6 +153,7 @@ class RpcConnection:
         self._connected = False
         self._ever = False
         self._trouble = ""
+        self._failed_handshakes = 0  # Since the last one that succeeded.
         self._refused = False  # Whether the last handshake failed.
         self._stopped = False  # Whether ZeroMQ does not try again.
         self._closed = False
@@ -378,14 +379,18 @@ class RpcConnection:
         for event, _ in self._port.events():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = self._ever = True
-                self._trouble = ""
+                self._trouble, self._failed_handshakes = "", 0
                 self._counts["connects"] += 1
                 self._send_again()
             elif event == zmq.EVENT_DISCONNECTED:
                 self._connected = False
             elif event in _HANDSHAKE_FAILURES:
-                self._trouble = _HANDSHAKE_FAILURES[event]
                 self._refused = True
+                self._failed_handshakes += 1
+                # A process that ends closes the socket that listens after those of its connections: one handshake may
+                # begin in between, and it tells nothing.
+                if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._failed_handshakes > 1:
+                    self._trouble = _HANDSHAKE_FAILURES[event]
                 self._stopped |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if self._connected or (self._refused and self._port.redial(stopped=self._stopped)):
             self._refused = self._stopped = False
