@@ -376,7 +376,8 @@ def test_to_gba_and_back_in_lock_step_is_never_having_switched(nn_workers, after
 def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, monkeypatch):
     data = batches(40)
     monkeypatch.setattr("persia.dense.network.SLICE_SECONDS", 0.02)  # Until a place of the dead one is filled.
-    monkeypatch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)  # As if killed.
+    held = []  # Not given back, as if killed.
+    monkeypatch.setattr("persia.nn.token_client.TokenClient.abandon", lambda client: held.extend(client._open))
     leave_batches_to(victim, monkeypatch)
     cluster = Threads(nn_workers=3, timeout=DEADLINE)
 
@@ -397,7 +398,8 @@ def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, mo
     others = [r for rank, r in enumerate(results) if rank != victim]
     assert [r for r in others if isinstance(r, BaseException)] == []
     report = others[0].asynchronous
-    assert report.lost_tokens == 1
+    assert report.lost_tokens == len(held)
+    assert len(held) in (1, 2)  # The next one may have been drawn while the network computed.
     # What the dead one had in its hands was trained by the others, and nothing twice.
     assert report.batches + report.dropped_batches == 40
 
