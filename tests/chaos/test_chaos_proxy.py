@@ -53,13 +53,12 @@ def test_a_request_comes_twice(case):
 
 
 def test_requests_come_in_another_order(case, monkeypatch):
-    hold_seconds = chaos_proxy.HOLD_SECONDS
-    monkeypatch.setattr(chaos_proxy, "HOLD_SECONDS", 20.0)  # The second one comes, if late.
-    case.proxy.spoil("reorder")
-    calls = [rpc.start(case.stub.note, number) for number in (1, 2)]
-    assert [call.result() for call in calls] == [1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(chaos_proxy, "HOLD_SECONDS", 20.0)  # The second one comes, if late.
+        case.proxy.spoil("reorder")
+        calls = [rpc.start(case.stub.note, number) for number in (1, 2)]
+        assert [call.result() for call in calls] == [1, 2]
     assert case.service.seen == [0, 2, 1]
-    monkeypatch.setattr(chaos_proxy, "HOLD_SECONDS", hold_seconds)
     case.proxy.spoil("reorder")
     assert case.stub.note(3) == 3  # None overtakes it.
 

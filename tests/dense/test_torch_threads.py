@@ -196,7 +196,7 @@ values = torch.ones(1 << 18)
 
 
 def milliseconds():
-    '''Processor time of the process, while it sleeps after an operation of all threads; others may take its cores.'''
+    '''Most processor time of the process while it sleeps after an operation: in other sleeps it may have no core.'''
     spent = []
     for _ in range(20):
         values.neg_()

@@ -387,8 +387,8 @@ class RpcConnection:
             elif event in _HANDSHAKE_FAILURES:
                 self._refused = True
                 self._failed_handshakes += 1
-                # A process that ends closes the socket that listens after those of its connections: one handshake may
-                # begin in between, and it tells nothing.
+                # The connections of a process that exits close before its listening socket, so a client that reconnects
+                # immediately may lose one handshake. A single failure without detail therefore has no cause to report.
                 if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._failed_handshakes > 1:
                     self._trouble = _HANDSHAKE_FAILURES[event]
                 self._stopped |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
